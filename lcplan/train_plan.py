@@ -7,11 +7,13 @@ and refuses what the stack refuses.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from lcplan._record import Record
+from lcplan.errors import PlanError
+from lcplan.model_spec import ModelSpec
 
 Backend = Literal["single", "fsdp2", "deepspeed"]
 Dtype = Literal["bfloat16", "float32"]
@@ -76,3 +78,196 @@ class TrainPlan(Record):
     def length_multiple(self) -> int:
         """max_length must be a multiple of this: ring attention cuts a sequence into 2 x cp_size chunks."""
         return 2 * self.cp_size if self.cp_size > 1 else self.sp_size
+
+
+MAX_TOKENS = 1 << 30
+"""Longest max_length taken for real; beyond it a typing mistake is likelier."""
+MAX_GPUS = 1 << 16
+
+
+def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int) -> tuple[TrainPlan, tuple[str, ...]]:
+    """Fill what ``given`` leaves out (values of None count as left out) and refuse what cannot run.
+
+    Returns:
+        The plan, and one sentence for each choice that was made for the user.
+
+    Raises:
+        PlanError: impossible sizes, or a combination that the training stack refuses.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    assumptions = _fill(values, usual_gpus_per_node)
+    try:
+        plan = TrainPlan(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = _flag(str(first["loc"][0]) if first["loc"] else "plan")
+        raise PlanError("bad-value", f"{name} {first.get('input')!r}: {first['msg']}.") from None
+    for check in (_check_sizes, _check_parallelism, _check_length, _check_model, _check_levers):
+        check(spec, plan)
+    return plan, tuple(assumptions)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _fill(values: dict[str, Any], usual_gpus_per_node: int) -> list[str]:
+    for name in ("max_length", "gpu"):
+        if name not in values:
+            hint = "--max-length 131072" if name == "max_length" else "--gpu h100-80gb (`lcplan list gpus`)"
+            raise PlanError("missing-value", f"{_flag(name)} is not given and cannot be guessed. Add {hint}.")
+    for name in ("num_gpus", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size", "max_length"):
+        value = values.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise PlanError("bad-value", f"{_flag(name)} {value!r} is not a positive whole number.")
+    chosen: list[str] = []
+
+    def fill(name: str, value: object, why: str) -> None:
+        if name not in values:
+            values[name] = value
+            chosen.append(f"{name} = {value}: {why}")
+
+    fill("num_gpus", 1, "not given")
+    gpus = values["num_gpus"]
+    fill("gpus_per_node", min(gpus, usual_gpus_per_node), "the usual node of this GPU")
+    fill("backend", "single" if gpus == 1 else "fsdp2", "TRL's path for this number of GPUs")
+    groups = values.get("cp_size", 1) * values.get("sp_size", 1) * values.get("dp_replicate_size", 1)
+    if values["backend"] != "single" and gpus % groups == 0:
+        fill("dp_shard_size", gpus // groups, "the remaining GPUs shard the states and take other sequences")
+    fill("dtype", "bfloat16", "the generated job sets it; TRL alone would load a named model in float32")
+    fill("optim", "adamw_torch_fused", "default of transformers")
+    fill("loss", "chunked", "default of TRL since 1.13")
+    fill("activation_checkpointing", "full", "default of TRL")
+    fill("offload_activations", False, "default of transformers")
+    fill("attn_implementation", "sdpa", "default of transformers; the only one that context parallelism takes")
+    if values.get("cp_size", 1) > 1:
+        fill("cp_comm_strategy", "allgather", "default of accelerate")
+    return chosen
+
+
+def _check_sizes(spec: ModelSpec, plan: TrainPlan) -> None:
+    del spec
+    for name, limit in (("max_length", MAX_TOKENS), ("num_gpus", MAX_GPUS)):
+        value = getattr(plan, name)
+        if value > limit:
+            raise PlanError("absurd-value", f"{_flag(name)} {value:,} is above {limit:,}; is a unit wrong?")
+    if plan.per_device_train_batch_size * plan.max_length > MAX_TOKENS:
+        raise PlanError(
+            "absurd-value",
+            f"--per-device-train-batch-size {plan.per_device_train_batch_size:,} x --max-length {plan.max_length:,} is "
+            f"above {MAX_TOKENS:,} tokens; is a unit wrong?",
+        )
+    if plan.gpus_per_node > plan.num_gpus:
+        raise PlanError(
+            "bad-gpus-per-node",
+            f"--gpus-per-node {plan.gpus_per_node} exceeds --num-gpus {plan.num_gpus}. Use at most {plan.num_gpus}.",
+        )
+    if plan.num_gpus % plan.gpus_per_node:
+        raise PlanError(
+            "bad-gpus-per-node",
+            f"--num-gpus {plan.num_gpus} is no multiple of --gpus-per-node {plan.gpus_per_node}: nodes must be alike.",
+        )
+
+
+def _check_parallelism(spec: ModelSpec, plan: TrainPlan) -> None:
+    product = plan.dp_replicate_size * plan.dp_shard_size * plan.cp_size * plan.sp_size
+    if plan.backend == "single":
+        if plan.num_gpus > 1 or product > 1:
+            raise PlanError(
+                "single-backend",
+                f"--backend single is one GPU, but the plan has --num-gpus {plan.num_gpus} and a parallel size of "
+                f"{product}. Use --backend fsdp2, or --num-gpus 1 without parallel sizes.",
+            )
+        return
+    if plan.cp_size > 1 and plan.sp_size > 1:
+        raise PlanError(
+            "cp-with-sp",
+            f"--cp-size {plan.cp_size} and --sp-size {plan.sp_size}: one sequence is split by ring attention or by "
+            "Ulysses, not by both. Set one of them to 1.",
+        )
+    for name, size, backend in (("cp_size", plan.cp_size, "fsdp2"), ("sp_size", plan.sp_size, "deepspeed")):
+        if size > 1 and plan.backend != backend:
+            raise PlanError(
+                f"{name[:2]}-backend", f"{_flag(name)} {size} needs --backend {backend}, not {plan.backend}."
+            )
+    if product != plan.num_gpus:
+        legal = [c for c in range(1, plan.num_gpus + 1) if plan.num_gpus % c == 0]
+        raise PlanError(
+            "sizes-do-not-multiply",
+            f"dp_replicate_size {plan.dp_replicate_size} x dp_shard_size {plan.dp_shard_size} x cp_size {plan.cp_size} "
+            f"x sp_size {plan.sp_size} = {product}, but --num-gpus is {plan.num_gpus}: the product must equal it. "
+            f"Sizes that divide {plan.num_gpus}: {', '.join(map(str, legal[:12]))}.",
+        )
+    if plan.sp_size > 1:
+        _check_ulysses(spec, plan)
+
+
+def _check_ulysses(spec: ModelSpec, plan: TrainPlan) -> None:
+    heads, kv = spec.num_attention_heads, spec.num_key_value_heads
+
+    def legal(size: int) -> bool:
+        return heads % size == 0 and (kv % size == 0 or size % kv == 0)
+
+    if not legal(plan.sp_size):
+        sizes = ", ".join(str(s) for s in range(2, heads + 1) if legal(s))
+        raise PlanError(
+            "sp-heads",
+            f"--sp-size {plan.sp_size} does not divide {spec.id}'s {heads} query and {kv} key/value heads. "
+            f"Legal sizes: {sizes}.",
+        )
+
+
+def _check_length(spec: ModelSpec, plan: TrainPlan) -> None:
+    del spec
+    multiple = plan.length_multiple
+    if plan.max_length % multiple:
+        down = plan.max_length // multiple * multiple
+        lever = f"--cp-size {plan.cp_size}" if plan.cp_size > 1 else f"--sp-size {plan.sp_size}"
+        raise PlanError(
+            "length-multiple",
+            f"{lever} cannot split --max-length {plan.max_length}: it must be a multiple of {multiple}. "
+            f"Use --max-length {down or multiple} or {down + multiple}.",
+        )
+
+
+def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
+    if plan.cp_size == 1:
+        return
+    other = sorted({kind for kind in spec.layer_types if kind != "full_attention"})
+    if other:
+        raise PlanError(
+            "cp-layer-types",
+            f"--cp-size {plan.cp_size} with {spec.id}: it has {', '.join(other)} layers, and context parallelism drops "
+            "their mask, so they would silently train with full attention. Use --cp-size 1, or a full-attention model.",
+        )
+
+
+def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
+    del spec
+    if plan.cp_size > 1 and plan.packing:
+        raise PlanError(
+            "cp-packing",
+            f"--packing with --cp-size {plan.cp_size}: packed documents need a block mask that context parallelism "
+            "drops. Use --no-packing; texts are joined end to end anyway.",
+        )
+    if plan.cp_size > 1 and plan.attn_implementation != "sdpa":
+        raise PlanError(
+            "cp-attention",
+            f"--attn-implementation {plan.attn_implementation} with --cp-size {plan.cp_size}: context parallelism "
+            "takes sdpa only. Use --attn-implementation sdpa.",
+        )
+    if plan.offload_activations and plan.activation_checkpointing == "none":
+        raise PlanError(
+            "offload-without-checkpointing",
+            "--offload-activations moves checkpointed layer inputs to the host, but --activation-checkpointing is "
+            "none, so there are none. Use --activation-checkpointing full.",
+        )
+    if plan.optim not in KNOWN_OPTIMIZERS:
+        raise PlanError("unknown-optim", f"--optim {plan.optim!r} is not known. Use: {', '.join(KNOWN_OPTIMIZERS)}.")
+
+
+KNOWN_OPTIMIZERS = (
+    "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor", "sgd",
+    "muon",
+)  # fmt: skip
+"""Values of transformers' ``optim`` that lcplan knows by name; the formula method covers the first two."""

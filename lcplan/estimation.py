@@ -1,0 +1,187 @@
+"""From a model, a plan and a GPU to a MemoryReport, by the formula method."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from lcplan.estimators import formula, runtime, weights
+from lcplan.estimators._item import ITEMS
+from lcplan.hardware import GpuSpec
+from lcplan.ledger import (
+    DEVICE,
+    DiskUse,
+    GpuSummary,
+    HostMemory,
+    MemoryItem,
+    MemoryReport,
+    ModelSummary,
+    PhaseTotal,
+    PlanWarning,
+)
+from lcplan.model_spec import ModelSpec
+from lcplan.rope import resolve_rope
+from lcplan.train_plan import TrainPlan
+from lcplan.units import format_bytes
+
+STACK = ("trl", "transformers", "accelerate", "torch")
+NOT_MODELLED = (
+    "NCCL communicators and their buffers (not measured yet)",
+    "allocator fragmentation beyond the CUDA context: a plan with little headroom may still run out",
+    "evaluation and the gathering of a full model while saving",
+    "dataloader workers and the tokenised dataset in host memory",
+)
+
+
+def installed_stack() -> dict[str, str | None]:
+    """Versions of the training stack in this environment; None where a package is missing."""
+    found: dict[str, str | None] = {}
+    for name in STACK:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def lcplan_version() -> str:
+    """Version of the installed distribution, or ``0+unknown`` when run from a bare source tree."""
+    try:
+        return version("lcplan")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def estimate(
+    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()
+) -> MemoryReport:
+    """Peak memory of one training step, item by item and phase by phase.
+
+    Raises:
+        PlanError: when the formulas do not cover the model or a lever, or the rotary scaling is impossible.
+    """
+    rope = resolve_rope(spec, plan.max_length, plan.rope)
+    by_rank = {
+        rank: formula.instants(spec, plan, rank=rank) for rank in sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
+    }
+    rank = formula.worst_rank(plan, lambda r: by_rank[r].totals())
+    worst = by_rank[rank]
+    totals = worst.totals()
+    peak_phase = max(totals, key=lambda phase: totals[phase])
+    device_peak = totals[peak_phase] + runtime.cuda_context()
+    host = _host(spec, plan)
+    return MemoryReport(
+        lcplan_version=lcplan_version(),
+        method="formula",
+        model=_model_summary(spec),
+        plan=plan.model_dump(),
+        gpu=GpuSummary(id=gpu.id, usable_bytes=gpu.usable_bytes),
+        stack=installed_stack(),
+        peak_allocated_bytes=totals[peak_phase],
+        peak_phase=peak_phase,
+        peak_rank=rank,
+        device_peak_bytes=device_peak,
+        fits=device_peak <= gpu.usable_bytes and host.fits is not False,
+        headroom_bytes=gpu.usable_bytes - device_peak,
+        host=host,
+        disk=_disk(spec, plan),
+        items=_items(worst, formula.host_items(spec, plan)),
+        phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
+        rope=rope,
+        warnings=tuple(_warnings(spec, plan, gpu, host, rope is not None)),
+        assumptions=assumptions,
+        not_modelled=NOT_MODELLED,
+    )
+
+
+def _model_summary(spec: ModelSpec) -> ModelSummary:
+    return ModelSummary(
+        id=spec.id,
+        model_type=spec.model_type,
+        num_parameters=spec.num_parameters,
+        num_hidden_layers=spec.num_hidden_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def _items(worst: formula.Instants, host_bytes: dict[str, int]) -> tuple[MemoryItem, ...]:
+    """Group the instants' values: the same key and size over several phases is one item."""
+    phases: dict[tuple[str, int], list[str]] = {}
+    for phase, alive in worst.phases.items():
+        for key, num_bytes in alive.items():
+            phases.setdefault((key, num_bytes), []).append(phase)
+    items = [_item(key, num_bytes, tuple(where)) for (key, num_bytes), where in phases.items()]
+    items.append(_item(runtime.cuda_context.key, runtime.cuda_context(), (DEVICE,)))
+    items.extend(_item(key, num_bytes, ("host",), on_host=True) for key, num_bytes in host_bytes.items() if num_bytes)
+    return tuple(items)
+
+
+def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = False) -> MemoryItem:
+    source = ITEMS[key]
+    return MemoryItem(
+        key=key,
+        category=source.category,
+        num_bytes=num_bytes,
+        phases=phases,
+        device="host" if on_host else "gpu",
+        formula=source.formula,
+        source=source.source,
+        confidence=source.confidence,
+    )
+
+
+def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:
+    pinned, load = formula.host_items(spec, plan).values()
+    per_node = pinned * min(plan.num_gpus, plan.gpus_per_node)
+    available = plan.host_memory_bytes
+    return HostMemory(
+        pinned_bytes_per_rank=pinned,
+        pinned_bytes_per_node=per_node,
+        load_bytes_per_node=load,
+        fits=None if available is None else max(per_node, load) <= available,
+    )
+
+
+def _disk(spec: ModelSpec, plan: TrainPlan) -> DiskUse:
+    kept = weights.FP32_BYTES if plan.backend == "fsdp2" or plan.dtype == "float32" else weights.BF16_BYTES
+    return DiskUse(
+        saved_model_bytes=weights.saved_model(num_parameters=spec.num_parameters, dtype_bytes=kept),
+        checkpoint_bytes=weights.checkpoint(num_parameters=spec.num_parameters, dtype_bytes=kept),
+    )
+
+
+def _warnings(
+    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, host: HostMemory, scaled: bool
+) -> list[PlanWarning]:
+    found: list[PlanWarning] = []
+
+    def warn(code: str, message: str, fix: str) -> None:
+        found.append(PlanWarning(code=code, message=message, fix=fix))
+
+    if plan.loss == "full":
+        warn(
+            "loss-full-old-trl",
+            "A loss over full logits exists in TRL up to 1.14 only; from 1.15 on the default loss is chunked.",
+            "Use --loss chunked; it gives the same loss.",
+        )
+    if plan.rope == "none" and plan.max_length > spec.max_position_embeddings and not scaled:
+        warn(
+            "rope-too-short",
+            f"{plan.max_length:,} tokens exceed {spec.id}'s {spec.max_position_embeddings:,} positions without scaling.",
+            "Use --rope auto.",
+        )
+    if host.fits is None and host.pinned_bytes_per_node:
+        usual = gpu.node_host_memory_bytes
+        beside = f" A usual node of this GPU has {format_bytes(usual)}." if usual else ""
+        warn(
+            "host-memory-unknown",
+            f"Offload pins {format_bytes(host.pinned_bytes_per_node)} of host memory on a node.{beside}",
+            "Give --host-memory to have it checked.",
+        )
+    if plan.num_gpus > 1 and plan.cp_size * plan.sp_size == 1:
+        warn(
+            "gpus-without-length",
+            "Data-parallel GPUs share the states but each still holds whole sequences: they do not help length.",
+            "Use --cp-size to split a sequence.",
+        )
+    return found

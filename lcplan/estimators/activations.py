@@ -1,0 +1,152 @@
+"""Activations of decoder layers outside attention: stored inputs, norms, MLP, rotary tables, batch.
+
+Letters: T tokens per rank, H hidden size, I intermediate size, d head_dim, b bytes of one element.
+"""
+
+from __future__ import annotations
+
+from lcplan.estimators._item import item
+
+INT64_BYTES = 8
+
+
+@item("inputs.batch", "input")
+def batch(*, tokens: int, micro_batches: int) -> int:
+    """input_ids, labels and attention_mask of the whole (unsplit) sequence, int64.
+
+    Formula: ``3*8*tokens`` for every micro batch of the step
+    Live in: every phase
+    Rounding: exact
+    Ignores: nothing
+    Source: trl 1.16 DataCollatorForLanguageModeling; Trainer.get_batch_samples; rows m007, m012
+    Confidence: exact
+    """
+    return 3 * INT64_BYTES * tokens * micro_batches
+
+
+@item("inputs.positions", "input")
+def positions(*, tokens: int) -> int:
+    """Position ids of one row.
+
+    Formula: ``8*T``
+    Live in: forward, loss, backward
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 model forward; row m007
+    Confidence: exact
+    """
+    return INT64_BYTES * tokens
+
+
+@item("inputs.context_parallel_buffers", "input")
+def context_parallel_buffers(*, sequence_tokens: int, rows: int, tokens_per_rank: int) -> int:
+    """Shifted labels and positions of the full sequence, and the rank's share of each of six buffers.
+
+    Formula: ``8*L*B + 8*L + 6*8*T``
+    Live in: forward, loss, backward
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Trainer._prepare_context_parallel_inputs; allocator trace of Qwen3-0.6B, cp 8
+    Confidence: exact
+    """
+    return INT64_BYTES * (sequence_tokens * rows + sequence_tokens + 6 * tokens_per_rank)
+
+
+@item("activations.rotary_tables", "activation")
+def rotary_tables(*, tokens: int, head_dim: int, dtype_bytes: int) -> int:
+    """cos and sin of the rotary embedding, kept all step.
+
+    Formula: ``2*b*d*T``
+    Live in: forward, loss, backward
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Qwen3RotaryEmbedding; row m007
+    Confidence: exact
+    """
+    return 2 * dtype_bytes * head_dim * tokens
+
+
+@item("activations.layer_inputs", "activation")
+def layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype_bytes: int) -> int:
+    """Inputs of checkpointed layers that have not run backward yet.
+
+    Formula: ``b*H*T`` for each of the layers left (0 when offloaded)
+    Live in: forward, loss, backward
+    Rounding: exact
+    Ignores: nothing
+    Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198, full recomputation; rows m003, m007
+    Confidence: exact
+    """
+    return num_layers * tokens * hidden_size * dtype_bytes
+
+
+@item("activations.norms", "activation")
+def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, num_linears: int) -> int:
+    """What the RMSNorms of one layer save: float32 input, reciprocal root, normed value, output.
+
+    Formula: ``(8*H + 4)*T`` a norm in bf16; ``(4*H + 4)*T`` a norm and ``2*H*T`` a following linear in float32
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Qwen3RMSNorm; autograd of pow, rsqrt, mul; allocator traces
+    Confidence: exact
+    """
+    if float32:
+        return num_norms * (4 * hidden_size + 4) * tokens + 2 * num_linears * hidden_size * tokens
+    return num_norms * (8 * hidden_size + 4) * tokens
+
+
+@item("activations.residual", "activation")
+def residual(*, tokens: int, hidden_size: int, dtype_bytes: int, copies: int) -> int:
+    """Residual stream in the running layer: the gradient that flows in, and in float32 the saved mid-layer sum.
+
+    Formula: ``b*H*T`` each
+    Live in: backward of a layer
+    Rounding: exact
+    Ignores: nothing
+    Source: allocator traces of Qwen3-0.6B and Qwen3-4B float32
+    Confidence: exact
+    """
+    return copies * dtype_bytes * hidden_size * tokens
+
+
+@item("mlp.saved", "activation")
+def mlp_saved(*, tokens: int, intermediate_size: int) -> int:
+    """gate, up, activation and product of a SwiGLU MLP, bf16.
+
+    Formula: ``8*I*T``
+    Live in: backward of a layer's MLP; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Qwen3MLP; autograd of silu and mul; allocator traces
+    Confidence: exact
+    """
+    return 8 * intermediate_size * tokens
+
+
+@item("mlp.backward", "temporary")
+def mlp_backward(*, tokens: int, intermediate_size: int) -> int:
+    """Gradients inside the SwiGLU backward: three alive, the saved product gone.
+
+    Formula: ``4*I*T`` above mlp.saved
+    Live in: backward of a layer's MLP
+    Rounding: exact
+    Ignores: nothing
+    Source: allocator traces of Qwen3-0.6B and Llama-3.2-1B; rows m001-m011
+    Confidence: exact
+    """
+    return 4 * intermediate_size * tokens
+
+
+@item("mlp.forward", "temporary")
+def mlp_forward(*, tokens: int, hidden_size: int, intermediate_size: int) -> int:
+    """Forward of the MLP without saving: activation, up, product, residual and normed input.
+
+    Formula: ``(6*I + 4*H)*T``
+    Live in: forward (checkpointed layers)
+    Rounding: exact
+    Ignores: float32 copies under autocast
+    Source: forward events of row m007
+    Confidence: modelled
+    """
+    return (6 * intermediate_size + 4 * hidden_size) * tokens

@@ -1,0 +1,104 @@
+"""Attention: what is saved, the backward kernel's scratch, and ring attention's buffers.
+
+Letters: T tokens per rank, h query heads, k key/value heads, d head_dim, C cp_size.
+All sizes are bf16 (2 bytes) unless the formula says float32. Backward kernel: cuDNN.
+"""
+
+from __future__ import annotations
+
+from lcplan.estimators._item import item
+
+
+@item("attention.qk_norm", "activation")
+def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Per-head RMSNorm of queries and keys: float32 input, bf16 normed value, reciprocal root.
+
+    Formula: ``(6*(h+k)*d + 4*(h+k))*T``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Qwen3Attention.q_norm/k_norm; allocator trace of Qwen3-0.6B
+    Confidence: exact
+    """
+    return (6 * (heads + kv_heads) * head_dim + 4 * (heads + kv_heads)) * tokens
+
+
+@item("attention.saved", "activation")
+def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Query, key, value, output and log-sum-exp that the attention kernel saves.
+
+    Formula: ``(4*h*d + 4*k*d + 4*h)*T``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: torch _scaled_dot_product_cudnn_attention; allocator traces
+    Confidence: exact
+    """
+    return (4 * heads * head_dim + 4 * kv_heads * head_dim + 4 * heads) * tokens
+
+
+@item("attention.output_copy", "activation")
+def output_copy(*, tokens: int, heads: int, head_dim: int) -> int:
+    """Second copy of the attention output: ring attention concatenates it in a layout that o_proj must copy.
+
+    Formula: ``2*h*d*T`` on every rank but the last of the ring
+    Live in: backward of a layer's MLP (context parallelism)
+    Rounding: exact
+    Ignores: nothing
+    Source: torch 2.11-2.13 _context_parallel/_attention.py _partial_update; rows m012-m014
+    Confidence: exact
+    """
+    return 2 * heads * head_dim * tokens
+
+
+@item("attention.backward", "temporary")
+def backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """cuDNN backward on one GPU: dO, dQ, dK, dV, float32 dQ accumulator, row sums, dK/dV at all heads.
+
+    Formula: ``(2*h*d + 2*h*d + 4*k*d + 4*h*d + 4*h)*T``, and ``4*h*d*T`` if k < h
+    Live in: backward of a layer's attention
+    Rounding: exact
+    Ignores: other kernels' scratch (FlashAttention's is the same size within its padding)
+    Source: allocator traces of Qwen3-0.6B and Llama-3.2-1B; cuDNN workspace allocation in torch MHA.cpp
+    Confidence: exact
+    """
+    expanded = 4 * heads * head_dim if kv_heads < heads else 0
+    return (8 * heads * head_dim + 4 * kv_heads * head_dim + 4 * heads + expanded) * tokens
+
+
+@item("attention.ring_gathered_kv", "all_gather")
+def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int, allgather: bool) -> int:
+    """Keys and values of other ranks, and the own pair packed for sending.
+
+    Formula: ``(C + 1)*4*k*d*T`` with allgather; with alltoall ``3*4*k*d*T``, for C = 2 ``2*4*k*d*T``
+    Live in: backward of a layer's attention (context parallelism)
+    Rounding: exact
+    Ignores: nothing
+    Source: torch 2.11-2.13 _AllGatherRotater, _AllToAllRotater; allocator traces with cp 8, ranks 0, 3, 7
+    Confidence: exact
+    """
+    shards = cp_size + 1 if allgather else min(cp_size, 3)
+    return shards * 4 * kv_heads * head_dim * tokens
+
+
+@item("attention.ring_backward", "temporary")
+def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, first_rank: bool) -> int:
+    """Ring attention's second backward step: dO, float32 accumulators, the last step's results, this one's, scratch.
+
+    Formula: ``2hd (dO) + 4hd + 8kd (accumulators) + 2hd + 4kd (previous results) + 16kd (gradients in transit)``, then
+        rank 0: ``hd + 4kd`` results, ``2hd + 2h`` scratch, ``2h`` row sums, and ``4hd`` if k < h;
+        other ranks: ``2hd + 2kd`` results, ``4hd + 4h`` scratch, and ``2hd`` if k < h; all times T
+    Live in: backward of a layer's attention (context parallelism)
+    Rounding: exact
+    Ignores: forward merges, which are always smaller
+    Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033
+    Confidence: exact
+    """
+    query, key = heads * head_dim, kv_heads * head_dim
+    grouped = kv_heads < heads
+    common = 2 * query + 4 * query + 8 * key + 2 * query + 4 * key + 16 * key
+    if first_rank:
+        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + (4 * query if grouped else 0)
+    else:
+        step = 2 * query + 2 * key + 4 * query + 4 * heads + (2 * query if grouped else 0)
+    return (common + step) * tokens

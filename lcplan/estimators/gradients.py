@@ -1,0 +1,94 @@
+"""Gradients: what earlier layers have left, what the current layer has made so far.
+
+Letters: P parameters, W ranks, b bytes of one element, V vocabulary, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from lcplan.estimators._item import item
+from lcplan.estimators.weights import BF16_BYTES
+from lcplan.units import ceil_div
+
+
+@item("gradients.finished", "gradient")
+def finished(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
+    """Gradients of everything whose backward is over.
+
+    Formula: ``b*P_done/W`` (FSDP2: float32 shards)
+    Live in: backward, growing from the head down; optimizer_step with P_done = P
+    Rounding: up to whole bytes
+    Ignores: a gradient kept from an earlier micro step (see gradients.accumulated)
+    Source: torch autograd; torch.distributed.fsdp foreach_reduce; rows m001-m034
+    Confidence: exact
+    """
+    return ceil_div(dtype_bytes * num_parameters, ranks)
+
+
+@item("gradients.current_layer", "gradient")
+def current_layer(*, num_parameters: int, dtype_bytes: int) -> int:
+    """Weight gradients that the running layer has already made at this instant.
+
+    Formula: ``b*(H*I)`` in the MLP (down_proj is first), ``b*(3*H*I + H*h*d + H)`` in the attention
+    Live in: backward of a layer
+    Rounding: exact
+    Ignores: nothing
+    Source: allocator traces of Qwen3-0.6B and Llama-3.2-1B; order of autograd
+    Confidence: exact
+    """
+    return dtype_bytes * num_parameters
+
+
+@item("gradients.accumulated", "gradient")
+def accumulated(*, num_parameters: int, dtype_bytes: int) -> int:
+    """Gradients kept from the previous micro step, for the parameters whose backward is still to come.
+
+    Formula: ``b*(P - P_done)`` when gradient_accumulation_steps > 1
+    Live in: every phase of a micro step
+    Rounding: exact
+    Ignores: nothing
+    Source: torch autograd accumulates into .grad
+    Confidence: modelled
+    """
+    return dtype_bytes * num_parameters
+
+
+@item("gradients.tied_head", "gradient")
+def tied_head(*, head_parameters: int) -> int:
+    """Bf16 gradient of the tied head, whole on every rank until the embedding's backward adds its part.
+
+    Formula: ``2*(V*H + H)``
+    Live in: backward (FSDP2, tied embeddings)
+    Rounding: exact
+    Ignores: nothing
+    Source: accelerate 1.15 fsdp2_prepare_model ([norm, embed, lm_head] is one unit); rows m031, m033, m034
+    Confidence: exact
+    """
+    return BF16_BYTES * head_parameters
+
+
+@item("gradients.embedding", "gradient")
+def embedding(*, embedding_parameters: int, dtype_bytes: int) -> int:
+    """Dense gradient that the embedding's backward makes.
+
+    Formula: ``b*V*H``
+    Live in: backward.embedding
+    Rounding: exact
+    Ignores: sort indices of some bytes per token
+    Source: torch embedding_dense_backward
+    Confidence: modelled
+    """
+    return dtype_bytes * embedding_parameters
+
+
+@item("communication.reduce_scatter_input", "reduce_scatter")
+def reduce_scatter_input(*, unit_parameters: int) -> int:
+    """Bf16 gradients of the previous unit, kept until its reduce-scatter is waited for.
+
+    Formula: ``2*P_unit`` (the head while the last layer runs, then one decoder layer)
+    Live in: backward (FSDP2)
+    Rounding: exact
+    Ignores: the reduce-scatter output, 1/W of it
+    Source: torch.distributed.fsdp FSDPParamGroup (one retained ReduceScatterState); rows m012-m014
+    Confidence: exact
+    """
+    return BF16_BYTES * unit_parameters

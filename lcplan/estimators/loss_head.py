@@ -1,0 +1,87 @@
+"""The loss head: final norm, projection to the vocabulary, cross-entropy.
+
+Letters: T tokens per rank, H hidden size, V vocabulary, b bytes of one element.
+"""
+
+from __future__ import annotations
+
+from lcplan.estimators._item import item
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
+
+TOKENS_PER_TILE = 4096
+"""trl 1.16 kernels/chunked_logprob.py TOKEN_CHUNK_SIZE."""
+VOCAB_PER_TILE = 32768
+"""trl 1.16 trainer/utils.py _CHUNKED_LOGPROB_CHUNK_SIZE."""
+FULL_LOGITS_BYTES = 12
+"""Bytes a token and vocabulary entry at the peak of a full-logits loss: bf16 logits, their float32 copy, log-softmax or
+its gradient, the bf16 gradient. Rows m015 and m016 agree within 0.01%."""
+
+
+@item("loss_head.final_norm", "activation")
+def final_norm(*, tokens: int, hidden_size: int, float32: bool) -> int:
+    """What the final RMSNorm saves.
+
+    Formula: ``(6*H + 4)*T`` in bf16, ``(8*H + 4)*T`` in float32
+    Live in: loss
+    Rounding: exact
+    Ignores: nothing
+    Source: allocator trace of Qwen3-4B without checkpointing; transformers 5.24 Qwen3RMSNorm
+    Confidence: exact
+    """
+    return ((8 if float32 else 6) * hidden_size + 4) * tokens
+
+
+@item("loss_head.hidden_states", "temporary")
+def hidden_states(*, tokens: int, hidden_size: int, float32: bool) -> int:
+    """Hidden states picked for scoring, their float32 gradient and its cast, and per-token statistics.
+
+    Formula: ``(8*H + 28)*T``: copy 2H, float32 gradient 4H, cast 2H; float32: copy 4H, gradient 4H
+    Live in: loss
+    Rounding: exact
+    Ignores: tokens whose label is -100, which are not scored
+    Source: trl 1.16 ChunkedLogProbFunction; allocator trace of Qwen3-4B without checkpointing
+    Confidence: exact
+    """
+    return (8 * hidden_size + 28) * tokens
+
+
+@item("loss_head.weight_gradient", "gradient")
+def weight_gradient(*, vocab_size: int, hidden_size: int, float32: bool) -> int:
+    """Float32 accumulator of the head's weight gradient and its cast to the weight's dtype.
+
+    Formula: ``(4 + 2)*V*H``; float32 weights need no cast: ``4*V*H``
+    Live in: loss
+    Rounding: exact
+    Ignores: a bias
+    Source: trl 1.16 ChunkedLogProbFunction.backward; allocator traces
+    Confidence: exact
+    """
+    return (FP32_BYTES if float32 else FP32_BYTES + BF16_BYTES) * vocab_size * hidden_size
+
+
+@item("loss_head.logits_tile", "temporary")
+def logits_tile(*, tokens: int) -> int:
+    """The only logits that a chunked loss ever holds.
+
+    Formula: ``2 * min(T, 4096) * 32768``
+    Live in: loss
+    Rounding: exact
+    Ignores: nothing
+    Source: trl 1.16 kernels/chunked_logprob.py; allocator traces
+    Confidence: exact
+    """
+    return BF16_BYTES * min(tokens, TOKENS_PER_TILE) * VOCAB_PER_TILE
+
+
+@item("loss_head.full_logits", "temporary")
+def full_logits(*, tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Logits of all tokens with their float32 copies and gradients, and the hidden states they came from.
+
+    Formula: ``12*V*T + 2*H*T``
+    Live in: loss (TRL before 1.15, loss_type "nll")
+    Rounding: exact
+    Ignores: nothing
+    Source: rows m015 and m016 (trl 1.13)
+    Confidence: fitted
+    """
+    return (FULL_LOGITS_BYTES * vocab_size + BF16_BYTES * hidden_size) * tokens

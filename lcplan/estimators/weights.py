@@ -1,0 +1,124 @@
+"""Model weights: resident shards, gathered copies, optimizer states and what a save writes.
+
+Letters: P parameters, W ranks that share the states, b bytes of one element.
+"""
+
+from __future__ import annotations
+
+from lcplan.estimators._item import item
+from lcplan.units import ceil_div
+
+BF16_BYTES = 2
+FP32_BYTES = 4
+
+
+@item("weights.parameters", "parameter")
+def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
+    """Weights resident on one rank.
+
+    Formula: ``b*P/W`` (FSDP2 keeps trainable masters in float32, so b=4 there even if the model was loaded in bf16)
+    Live in: every phase
+    Rounding: up to whole bytes; each small tensor takes a 512-byte block, about 0.3 MB for a whole model
+    Ignores: padding of a parameter whose first dimension is no multiple of W
+    Source: accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model (upcast); resident bytes of rows m001-m034
+    Confidence: exact
+    """
+    return ceil_div(dtype_bytes * num_parameters, ranks)
+
+
+@item("optimizer.adamw_states", "optimizer_state")
+def adamw_states(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
+    """First and second moment of AdamW.
+
+    Formula: ``2*b*P/W`` (the moments have the dtype of the weights they belong to)
+    Live in: every phase from the second step on
+    Rounding: up to whole bytes
+    Ignores: one 512-byte step counter per parameter tensor
+    Source: torch.optim.AdamW (fused); resident bytes of rows m001-m034
+    Confidence: exact
+    """
+    return ceil_div(2 * dtype_bytes * num_parameters, ranks)
+
+
+@item("weights.gathered_layers", "all_gather")
+def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
+    """Unsharded bf16 weights of decoder layers under FSDP2: the current one and the prefetched next.
+
+    Formula: ``2*P_layer*N``, N=2 in the backward of layers 1 and up, 1 in layer 0
+    Live in: forward, backward
+    Rounding: exact
+    Ignores: the flat all-gather buffer between copy-in and copy-out
+    Source: torch.distributed.fsdp fully_shard, one unit a decoder layer; allocator trace of Qwen3-8B, cp 8
+    Confidence: exact
+    """
+    return BF16_BYTES * layer_parameters * num_layers
+
+
+@item("weights.gathered_embedding", "all_gather")
+def gathered_embedding(*, embedding_parameters: int) -> int:
+    """Unsharded bf16 token embedding, prefetched while layer 0 runs backward (untied models).
+
+    Formula: ``2*V*H``
+    Live in: backward of layer 0, backward of the embedding
+    Rounding: exact
+    Ignores: nothing
+    Source: accelerate 1.15 fsdp2_prepare_model (the embedding is a unit of its own); row m014
+    Confidence: exact
+    """
+    return BF16_BYTES * embedding_parameters
+
+
+@item("weights.gathered_head", "all_gather")
+def gathered_head(*, head_parameters: int) -> int:
+    """Unsharded bf16 [norm, lm_head] under FSDP2, not resharded after forward; with tied weights all step long.
+
+    Formula: ``2*(V*H + H)``
+    Live in: loss; every phase up to the backward of the embedding when the head is tied
+    Rounding: exact
+    Ignores: nothing
+    Source: accelerate 1.15 fsdp2_prepare_model (tail unit, reshard_after_forward=False); rows m012, m033
+    Confidence: exact
+    """
+    return BF16_BYTES * head_parameters
+
+
+@item("weights.autocast_copies", "temporary")
+def autocast_copies(*, layer_weight_parameters: int) -> int:
+    """Bf16 copies of float32 weights that autocast keeps for one layer's backward.
+
+    Formula: ``2*P_layer`` without norms and down_proj
+    Live in: backward of a layer (float32 weights on one GPU)
+    Rounding: exact
+    Ignores: nothing
+    Source: allocator trace of Qwen3-4B float32 under bf16 autocast; row m024
+    Confidence: exact
+    """
+    return BF16_BYTES * layer_weight_parameters
+
+
+@item("disk.saved_model", "parameter")
+def saved_model(*, num_parameters: int, dtype_bytes: int) -> int:
+    """Weights in the saved model.
+
+    Formula: ``b*P`` (FSDP2 saves its float32 masters)
+    Live in: save
+    Rounding: exact
+    Ignores: headers and tokenizer, some MB
+    Source: safetensors file size
+    Confidence: exact
+    """
+    return dtype_bytes * num_parameters
+
+
+@item("disk.checkpoint", "optimizer_state")
+def checkpoint(*, num_parameters: int, dtype_bytes: int) -> int:
+    """One resumable checkpoint: weights and both AdamW moments.
+
+    Formula: ``3*b*P``
+    Live in: save
+    Rounding: exact
+    Ignores: scheduler, random states, trainer state
+    Source: transformers Trainer._save_checkpoint
+    Confidence: modelled
+    """
+    return 3 * dtype_bytes * num_parameters

@@ -1,0 +1,148 @@
+"""The ledger: what is alive at which instant of a training step.
+
+A *phase* is one instant class of a step, named in the order it happens; ``PHASE_HELP`` explains each. A phase total is a
+plain sum of the items alive in it, the peak a plain maximum over phases. An item that changes size between phases is
+several items with the same key. Items in the pseudo-phase ``device`` lie on top of what the allocator has handed out
+(CUDA context, allocator slack): they count for the device peak only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lcplan._record import Record
+
+Category = Literal[
+    "parameter", "buffer", "gradient", "optimizer_state", "activation", "temporary", "all_gather",
+    "reduce_scatter", "input", "runtime",
+]  # fmt: skip
+Confidence = Literal["exact", "modelled", "fitted"]
+
+SCHEMA_VERSION = 1
+DEVICE = "device"
+PHASE_HELP = {
+    "forward": "MLP of the last layer in the forward pass; all stored layer inputs are there",
+    "loss": "backward of the loss head",
+    "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
+    "backward[i].attention": "backward of the attention of layer i",
+    "backward.embedding": "backward of the token embedding",
+    "optimizer_step": "optimizer step: all gradients, no activations",
+    DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
+}
+
+
+class MemoryItem(Record):
+    """One line of the ledger."""
+
+    key: str
+    """``group.name``, stable."""
+    category: Category
+    num_bytes: int = Field(ge=0)
+    phases: tuple[str, ...]
+    device: Literal["gpu", "host"] = "gpu"
+    formula: str
+    source: str
+    confidence: Confidence
+
+    @property
+    def group(self) -> str:
+        """The part of the key before the first dot."""
+        return self.key.partition(".")[0]
+
+
+class PhaseTotal(Record):
+    """Sum of the GPU items alive in one phase."""
+
+    phase: str
+    allocated_bytes: int = Field(ge=0)
+
+
+class ModelSummary(Record):
+    """Which model the report is about."""
+
+    id: str
+    model_type: str
+    num_parameters: int
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+class GpuSummary(Record):
+    """Which GPU the report is about."""
+
+    id: str
+    usable_bytes: int
+
+
+class HostMemory(Record):
+    """Host memory of the job; ``fits`` is None where the node's memory is unknown."""
+
+    pinned_bytes_per_rank: int
+    pinned_bytes_per_node: int
+    load_bytes_per_node: int
+    fits: bool | None
+
+
+class DiskUse(Record):
+    """What a save writes."""
+
+    saved_model_bytes: int
+    checkpoint_bytes: int
+
+
+class RopeParameters(Record):
+    """The four keys of ``rope_parameters`` that YaRN needs; all four always."""
+
+    rope_type: str
+    factor: float
+    rope_theta: float
+    original_max_position_embeddings: int
+
+
+class PlanWarning(Record):
+    """Something the user should know before renting GPUs."""
+
+    code: str
+    message: str
+    fix: str
+
+
+class MemoryReport(Record):
+    """The answer; every method (formula, trace, probe) gives one."""
+
+    schema_version: int = SCHEMA_VERSION
+    lcplan_version: str
+    method: Literal["formula", "trace", "probe"]
+    model: ModelSummary
+    plan: dict[str, Any]
+    gpu: GpuSummary
+    stack: dict[str, str | None]
+    peak_allocated_bytes: int
+    peak_phase: str
+    peak_rank: int
+    device_peak_bytes: int
+    fits: bool
+    headroom_bytes: int
+    host: HostMemory
+    disk: DiskUse
+    items: tuple[MemoryItem, ...]
+    phases: tuple[PhaseTotal, ...]
+    rope: RopeParameters | None
+    step_time_s: float | None = None
+    tokens_per_second: float | None = None
+    warnings: tuple[PlanWarning, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+
+    def items_in(self, phase: str) -> tuple[MemoryItem, ...]:
+        """GPU items alive in ``phase``, largest first."""
+        alive = [item for item in self.items if phase in item.phases and item.device == "gpu"]
+        return tuple(sorted(alive, key=lambda item: -item.num_bytes))
+
+    @property
+    def dominant(self) -> MemoryItem:
+        """The largest item at the peak."""
+        return self.items_in(self.peak_phase)[0]

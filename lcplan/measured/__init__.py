@@ -1,0 +1,1 @@
+"""Recorded training steps, one JSON line each; ``load_rows`` reads them."""
