@@ -4,8 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Immutable, and a misspelt field is an error."""
+    """Immutable, and a misspelt field is an error; validators are built at first use, which keeps the start quick."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)

@@ -77,7 +77,7 @@ def load_rows(path: Path | None = None) -> tuple[MeasuredRow, ...]:
         InputError: naming the line that is no measured row.
     """
     if path is None:
-        text = resources.files("lcplan").joinpath("measured", ROWS_FILE).read_text("utf-8")
+        text = (resources.files("lcplan.measured") / ROWS_FILE).read_text("utf-8")
     else:
         try:
             text = path.read_text("utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 
 from lcplan.estimators import formula, runtime, weights
 from lcplan.estimators._item import ITEMS
@@ -32,28 +32,27 @@ NOT_MODELLED = (
 )
 
 
+@cache
+def _version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # pulls in email and zipfile
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def installed_stack() -> dict[str, str | None]:
     """Versions of the training stack in this environment; None where a package is missing."""
-    found: dict[str, str | None] = {}
-    for name in STACK:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: _version(name) for name in STACK}
 
 
 def lcplan_version() -> str:
     """Version of the installed distribution, or ``0+unknown`` when run from a bare source tree."""
-    try:
-        return version("lcplan")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return _version("lcplan") or "0+unknown"
 
 
-def estimate(
-    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()
-) -> MemoryReport:
+def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()) -> MemoryReport:
     """Peak memory of one training step, item by item and phase by phase.
 
     Raises:
@@ -61,7 +60,8 @@ def estimate(
     """
     rope = resolve_rope(spec, plan.max_length, plan.rope)
     by_rank = {
-        rank: formula.instants(spec, plan, rank=rank) for rank in sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
+        rank: formula.instants(spec, plan, rank=rank)
+        for rank in sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
     }
     rank = formula.worst_rank(plan, lambda r: by_rank[r].totals())
     worst = by_rank[rank]
@@ -150,9 +150,7 @@ def _disk(spec: ModelSpec, plan: TrainPlan) -> DiskUse:
     )
 
 
-def _warnings(
-    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, host: HostMemory, scaled: bool
-) -> list[PlanWarning]:
+def _warnings(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, host: HostMemory, scaled: bool) -> list[PlanWarning]:
     found: list[PlanWarning] = []
 
     def warn(code: str, message: str, fix: str) -> None:
@@ -167,7 +165,7 @@ def _warnings(
     if plan.rope == "none" and plan.max_length > spec.max_position_embeddings and not scaled:
         warn(
             "rope-too-short",
-            f"{plan.max_length:,} tokens exceed {spec.id}'s {spec.max_position_embeddings:,} positions without scaling.",
+            f"{plan.max_length:,} tokens exceed the {spec.max_position_embeddings:,} positions of {spec.id}, unscaled.",
             "Use --rope auto.",
         )
     if host.fits is None and host.pinned_bytes_per_node:

@@ -1,7 +1,7 @@
 """The ledger: what is alive at which instant of a training step.
 
-A *phase* is one instant class of a step, named in the order it happens; ``PHASE_HELP`` explains each. A phase total is a
-plain sum of the items alive in it, the peak a plain maximum over phases. An item that changes size between phases is
+A *phase* is one instant class of a step, named in the order it happens; ``PHASE_HELP`` explains each. A phase total is
+a plain sum of the items alive in it, the peak a plain maximum over phases. An item that changes size between phases is
 several items with the same key. Items in the pseudo-phase ``device`` lie on top of what the allocator has handed out
 (CUDA context, allocator slack): they count for the device peak only.
 """

@@ -1,11 +1,13 @@
 """What the estimators need to know of a model, read from its config.json.
 
-Field names are the keys of config.json; what a config leaves to its architecture (query/key norms, biases, norms per
-layer) is resolved here, per ``model_type``, so that estimators see plain numbers.
+Field names are the keys of config.json. What a config leaves to its architecture (query/key norms, biases,
+norms per layer) is resolved in ``model_families``, so that estimators see plain numbers.
+``model_loading`` finds the config.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,6 +15,7 @@ from pydantic import Field
 from lcplan._record import Record
 
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
+QkNorm = Literal["none", "head", "full"]
 
 
 class MoeSpec(Record):
@@ -26,16 +29,18 @@ class MoeSpec(Record):
 
 
 class RopeSpec(Record):
-    """The model's own rotary embedding, before any lever."""
+    """The model's own rotary embedding (of its full-attention layers), before any lever."""
 
     rope_type: str = "default"
     rope_theta: float
     factor: float | None = None
     original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float = 1.0
+    """Share of head_dim that rotates (GLM-4: 0.5)."""
 
 
 class LayerParameters(Record):
-    """Parameter counts of one decoder layer by part."""
+    """Parameter counts of one decoder layer by part; query/key norms and sinks count as attention."""
 
     attention: int
     mlp: int
@@ -63,10 +68,11 @@ class ModelSpec(Record):
     tie_word_embeddings: bool
     layer_types: tuple[LayerType, ...]
     sliding_window: int | None = None
+    """Window of the sliding layers; None where no layer slides."""
     rope: RopeSpec
     pretrained_length: int
     """Tokens the model was pretrained at: the YaRN base (Qwen3: 32,768 though its config says 40,960)."""
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: QkNorm = "none"
     """RMSNorm on queries and keys: none, per head (Qwen3, Gemma 3), or over the whole projection (OLMo 2)."""
     norms_per_layer: int = 2
     """RMSNorms of hidden_size width in a layer (Gemma 3: 4)."""
@@ -87,3 +93,15 @@ class ModelSpec(Record):
         outside = self.embedding_parameters + self.lm_head_parameters
         outside += self.final_norm_parameters + self.other_parameters
         return outside + sum(layer.total for layer in self.layers)
+
+    @property
+    def is_full_attention(self) -> bool:
+        """No layer slides: what ring attention asks for."""
+        return all(kind == "full_attention" for kind in self.layer_types)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], id: str) -> ModelSpec:
+        """The spec of a config.json's content; ``id`` names the model in messages and in the job."""
+        from lcplan.model_families import read_config
+
+        return read_config(config, id)

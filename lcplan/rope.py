@@ -19,7 +19,7 @@ _YARN = re.compile(r"^yarn:([0-9]+(?:\.[0-9]+)?)$")
 def resolve_rope(spec: ModelSpec, max_length: int, rope: str) -> RopeParameters | None:
     """Rotary parameters to load the model with, or None where the model's own are right.
 
-    ``rope`` is ``auto`` (YaRN by target / pretrained length when the model does not reach), ``none`` or ``yarn:FACTOR``.
+    ``rope`` is ``auto`` (YaRN by target / pretrained length where the model does not reach), ``none``, ``yarn:FACTOR``.
 
     Raises:
         PlanError: for an unknown form, a factor of at most 1, or a model whose own scaling would be stacked on.
@@ -37,8 +37,8 @@ def resolve_rope(spec: ModelSpec, max_length: int, rope: str) -> RopeParameters 
         raise PlanError(
             "rope-stacked",
             f"{spec.id} already scales its rotary embedding ({spec.rope.rope_type}, up to "
-            f"{spec.max_position_embeddings:,} positions), and scaling is never stacked on scaling. Use --rope none and "
-            f"a --max-length of at most {spec.max_position_embeddings:,}, or a model that does not scale yet.",
+            f"{spec.max_position_embeddings:,} positions), and scaling is never stacked on scaling. Use --rope none "
+            f"and a --max-length of at most {spec.max_position_embeddings:,}, or a model that does not scale yet.",
         )
     factor = float(match.group(1)) if match else max_length / spec.pretrained_length
     if factor <= 1.0:

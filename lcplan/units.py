@@ -24,6 +24,8 @@ _COUNT_UNITS = {
     "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9,
     "KI": 1024, "MI": 1024**2, "GI": 1024**3,
 }  # fmt: skip
+MAX_NUMBER_LENGTH = 40
+"""Characters; a longer number is a mistake, and Python refuses to convert very long ones."""
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
@@ -37,33 +39,37 @@ def pow2_ceil(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
-def _parse(text: str, units: dict[str, int], *, what: str, examples: str) -> int:
+def _parse(text: str, units: dict[str, int], *, what: str, examples: str) -> tuple[int, int]:
+    """The number as a fraction ``(numerator, denominator)`` of whole units, exact."""
     match = _NUMBER.match(text)
-    unit = match.group(2).upper() if match else None
-    if match is None or unit not in units:
-        raise InputError("bad-number", f"{what} {text!r} is not understood. Write it as {examples}.")
-    number = match.group(1).replace("_", "")
-    whole, _, fraction = number.partition(".")
-    scaled = int(whole + fraction) * units[unit]
-    value, rest = divmod(scaled, 10 ** len(fraction))
-    if rest:
-        raise InputError("bad-number", f"{what} {text!r} is not a whole number. Write it as {examples}.")
-    return value
+    unit = match.group(2).upper() if match else ""
+    if match is None or unit not in units or len(text) > MAX_NUMBER_LENGTH:
+        raise InputError("bad-number", f"{what} {text!r:.60} is not understood. Write it as {examples}.")
+    whole, _, fraction = match.group(1).replace("_", "").partition(".")
+    return int(whole + fraction) * units[unit], int(10 ** len(fraction))
 
 
 def parse_bytes(text: str) -> int:
-    """``"80GB"`` or ``"79.6GiB"`` as bytes; a bare ``"80G"`` is refused since it could be either."""
-    units = {k: v for k, v in _BYTE_UNITS.items()}
-    match = _NUMBER.match(text)
-    if match and "." in match.group(1) and match.group(2).upper() in units:
-        # a fraction of a GiB is rarely a whole number of bytes: round to the nearest byte
-        return round(float(match.group(1).replace("_", "")) * units[match.group(2).upper()])
-    return _parse(text, units, what="size", examples="80GB (10^9) or 80GiB (2^30)")
+    """``"80GB"`` or ``"79.6GiB"`` as bytes, to the nearest byte; a bare ``"80G"`` is refused: it could be either.
+
+    Raises:
+        InputError: for anything else.
+    """
+    numerator, denominator = _parse(text, _BYTE_UNITS, what="size", examples="80GB (10^9) or 80GiB (2^30)")
+    return round(numerator / denominator) if numerator % denominator else numerator // denominator
 
 
 def parse_count(text: str) -> int:
-    """``"1048576"``, ``"1Mi"`` (2^20) or ``"1M"`` (10^6) as an integer."""
-    return _parse(text, _COUNT_UNITS, what="count", examples="1048576, 1Mi (2^20) or 1M (10^6)")
+    """``"1048576"``, ``"1Mi"`` (2^20) or ``"1M"`` (10^6) as an integer.
+
+    Raises:
+        InputError: for anything else, and for a fraction of one.
+    """
+    examples = "1048576, 1Mi (2^20) or 1M (10^6)"
+    numerator, denominator = _parse(text, _COUNT_UNITS, what="count", examples=examples)
+    if numerator % denominator:
+        raise InputError("bad-number", f"count {text!r} is not a whole number. Write it as {examples}.")
+    return numerator // denominator
 
 
 def format_bytes(num_bytes: int, units: ByteUnits = "GiB") -> str:

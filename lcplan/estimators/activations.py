@@ -12,9 +12,9 @@ INT64_BYTES = 8
 
 @item("inputs.batch", "input")
 def batch(*, tokens: int, micro_batches: int) -> int:
-    """input_ids, labels and attention_mask of the whole (unsplit) sequence, int64.
+    """input_ids, labels and attention_mask of the whole (unsplit) sequence, int64, for every micro batch of the step.
 
-    Formula: ``3*8*tokens`` for every micro batch of the step
+    Formula: ``3*8*L*B*micro_batches``
     Live in: every phase
     Rounding: exact
     Ignores: nothing
@@ -68,9 +68,9 @@ def rotary_tables(*, tokens: int, head_dim: int, dtype_bytes: int) -> int:
 
 @item("activations.layer_inputs", "activation")
 def layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype_bytes: int) -> int:
-    """Inputs of checkpointed layers that have not run backward yet.
+    """Inputs of checkpointed layers that have not run backward yet; none stay on the GPU when offloaded.
 
-    Formula: ``b*H*T`` for each of the layers left (0 when offloaded)
+    Formula: ``b*H*T*layers_left``
     Live in: forward, loss, backward
     Rounding: exact
     Ignores: nothing
@@ -84,7 +84,9 @@ def layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype_bytes:
 def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, num_linears: int) -> int:
     """What the RMSNorms of one layer save: float32 input, reciprocal root, normed value, output.
 
-    Formula: ``(8*H + 4)*T`` a norm in bf16; ``(4*H + 4)*T`` a norm and ``2*H*T`` a following linear in float32
+    In float32 the input is the residual itself, and each following linear (3 or 2) saves its own bf16 cast.
+
+    Formula: ``(8*H + 4)*T*norms``; float32: ``(4*H + 4)*T*norms + 2*H*T*linears``
     Live in: backward of a layer; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
@@ -100,7 +102,7 @@ def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, num_l
 def residual(*, tokens: int, hidden_size: int, dtype_bytes: int, copies: int) -> int:
     """Residual stream in the running layer: the gradient that flows in, and in float32 the saved mid-layer sum.
 
-    Formula: ``b*H*T`` each
+    Formula: ``b*H*T*copies``
     Live in: backward of a layer
     Rounding: exact
     Ignores: nothing
@@ -126,9 +128,9 @@ def mlp_saved(*, tokens: int, intermediate_size: int) -> int:
 
 @item("mlp.backward", "temporary")
 def mlp_backward(*, tokens: int, intermediate_size: int) -> int:
-    """Gradients inside the SwiGLU backward: three alive, the saved product gone.
+    """Gradients inside the SwiGLU backward, above mlp.saved: three alive, the saved product gone.
 
-    Formula: ``4*I*T`` above mlp.saved
+    Formula: ``4*I*T``
     Live in: backward of a layer's MLP
     Rounding: exact
     Ignores: nothing

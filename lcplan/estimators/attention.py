@@ -41,7 +41,9 @@ def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
 def output_copy(*, tokens: int, heads: int, head_dim: int) -> int:
     """Second copy of the attention output: ring attention concatenates it in a layout that o_proj must copy.
 
-    Formula: ``2*h*d*T`` on every rank but the last of the ring
+    The last rank of the ring has none.
+
+    Formula: ``2*h*d*T``
     Live in: backward of a layer's MLP (context parallelism)
     Rounding: exact
     Ignores: nothing
@@ -55,7 +57,7 @@ def output_copy(*, tokens: int, heads: int, head_dim: int) -> int:
 def backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """cuDNN backward on one GPU: dO, dQ, dK, dV, float32 dQ accumulator, row sums, dK/dV at all heads.
 
-    Formula: ``(2*h*d + 2*h*d + 4*k*d + 4*h*d + 4*h)*T``, and ``4*h*d*T`` if k < h
+    Formula: ``(8*h*d + 4*k*d + 4*h)*T``; ``+ 4*h*d*T`` if k < h
     Live in: backward of a layer's attention
     Rounding: exact
     Ignores: other kernels' scratch (FlashAttention's is the same size within its padding)
@@ -70,7 +72,7 @@ def backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
 def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int, allgather: bool) -> int:
     """Keys and values of other ranks, and the own pair packed for sending.
 
-    Formula: ``(C + 1)*4*k*d*T`` with allgather; with alltoall ``3*4*k*d*T``, for C = 2 ``2*4*k*d*T``
+    Formula: ``(C + 1)*4*k*d*T``; alltoall: ``min(C, 3)*4*k*d*T``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: nothing
@@ -85,9 +87,12 @@ def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int,
 def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, first_rank: bool) -> int:
     """Ring attention's second backward step: dO, float32 accumulators, the last step's results, this one's, scratch.
 
-    Formula: ``2hd (dO) + 4hd + 8kd (accumulators) + 2hd + 4kd (previous results) + 16kd (gradients in transit)``, then
-        rank 0: ``hd + 4kd`` results, ``2hd + 2h`` scratch, ``2h`` row sums, and ``4hd`` if k < h;
-        other ranks: ``2hd + 2kd`` results, ``4hd + 4h`` scratch, and ``2hd`` if k < h; all times T
+    Alive a token: dO 2hd, accumulators 4hd + 8kd, the first step's results 2hd + 4kd, gradients in transit 16kd. This
+    step adds on rank 0, where half the queries meet all keys, results hd + 4kd and scratch 2hd + 2h + 2h, and 4hd
+    if k < h; on the others, where all queries meet half the keys, results 2hd + 2kd and scratch 4hd + 4h, and 2hd
+    if k < h.
+
+    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: forward merges, which are always smaller

@@ -12,7 +12,6 @@ from typing import Any
 
 from lcplan.errors import PlanError
 from lcplan.estimators import activations, attention, gradients, host, loss_head, runtime, weights
-from lcplan.estimators._item import Item
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 
@@ -64,7 +63,6 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
         f"--gradient-accumulation-steps {plan.gradient_accumulation_steps} with --backend fsdp2": (
             plan.gradient_accumulation_steps > 1 and plan.backend == "fsdp2"
         ),
-        "--loss full with --backend fsdp2": plan.loss == "full" and plan.backend == "fsdp2",
         "--loss full with --dtype float32": plan.loss == "full" and plan.dtype == "float32",
     }
     for what, present in uncovered.items():
@@ -171,7 +169,7 @@ def _recomputed(spec: ModelSpec, s: _Sizes, tokens: int) -> Alive:
             tokens=tokens, hidden_size=hidden, num_norms=2, float32=s.float32, num_linears=5
         ),
         attention.saved.key: attention.saved(tokens=tokens, heads=h, kv_heads=k, head_dim=d),
-        mlp_key: activations.mlp_saved(tokens=tokens, intermediate_size=spec.intermediate_size),
+        activations.mlp_saved.key: activations.mlp_saved(tokens=tokens, intermediate_size=spec.intermediate_size),
     }
     if spec.qk_norm == "head":
         alive[attention.qk_norm.key] = attention.qk_norm(tokens=tokens, heads=h, kv_heads=k, head_dim=d)
@@ -182,9 +180,6 @@ def _recomputed(spec: ModelSpec, s: _Sizes, tokens: int) -> Alive:
             tokens=tokens, hidden_size=hidden, dtype_bytes=weights.FP32_BYTES, copies=copies
         )
     return alive
-
-
-mlp_key = activations.mlp_saved.key
 
 
 def _forward(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
@@ -208,13 +203,9 @@ def _loss(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
     if s.fsdp:
         alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=s.head)
     if plan.loss == "full":
-        alive[loss_head.full_logits.key] = loss_head.full_logits(
-            tokens=s.tokens, vocab_size=vocab, hidden_size=hidden
-        )
+        alive[loss_head.full_logits.key] = loss_head.full_logits(tokens=s.tokens, vocab_size=vocab, hidden_size=hidden)
     else:
-        alive[loss_head.hidden_states.key] = loss_head.hidden_states(
-            tokens=s.tokens, hidden_size=hidden, float32=s.float32
-        )
+        alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=s.tokens, hidden_size=hidden)
         alive[loss_head.weight_gradient.key] = loss_head.weight_gradient(
             vocab_size=vocab, hidden_size=hidden, float32=s.float32
         )
@@ -238,9 +229,7 @@ def _layer_backward(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> 
 def _fsdp_backward(spec: ModelSpec, s: _Sizes, index: int) -> Alive:
     """Gathered weights and communication buffers: the current layer, the prefetched unit, the last unit's gradients."""
     alive = {
-        weights.gathered_layers.key: weights.gathered_layers(
-            layer_parameters=s.layer, num_layers=2 if index > 0 else 1
-        )
+        weights.gathered_layers.key: weights.gathered_layers(layer_parameters=s.layer, num_layers=2 if index > 0 else 1)
     }
     if index == 0 and not s.tied:
         alive[weights.gathered_embedding.key] = weights.gathered_embedding(
@@ -256,9 +245,7 @@ def _fsdp_backward(spec: ModelSpec, s: _Sizes, index: int) -> Alive:
 
 def _residual(spec: ModelSpec, s: _Sizes, copies: int) -> Alive:
     item = activations.residual
-    return {
-        item.key: item(tokens=s.tokens, hidden_size=spec.hidden_size, dtype_bytes=s.compute_bytes, copies=copies)
-    }
+    return {item.key: item(tokens=s.tokens, hidden_size=spec.hidden_size, dtype_bytes=s.compute_bytes, copies=copies)}
 
 
 def _autocast(spec: ModelSpec, s: _Sizes, with_mlp: bool) -> Alive:
@@ -360,9 +347,7 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         dtype_bytes=s.compute_bytes,
     )
     ranks_here = min(plan.num_gpus, plan.gpus_per_node)
-    load = host.load_copies(
-        num_parameters=spec.num_parameters, dtype_bytes=s.state_bytes, copies_per_node=ranks_here
-    )
+    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=s.state_bytes, copies_per_node=ranks_here)
     return {host.pinned_layer_inputs.key: pinned, host.load_copies.key: load}
 
 
@@ -370,10 +355,3 @@ def worst_rank(plan: TrainPlan, totals_of: Callable[[int], dict[str, int]]) -> i
     """The ring's ranks differ in two ways only: rank 0 runs other kernels' shapes, the last rank keeps no copy."""
     candidates = sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
     return max(candidates, key=lambda rank: max(totals_of(rank).values()))
-
-
-def metadata(key: str) -> Item[...]:
-    """The registered item behind a key."""
-    from lcplan.estimators._item import ITEMS
-
-    return ITEMS[key]

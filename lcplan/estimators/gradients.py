@@ -12,9 +12,9 @@ from lcplan.units import ceil_div
 
 @item("gradients.finished", "gradient")
 def finished(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
-    """Gradients of everything whose backward is over.
+    """Gradients of everything whose backward is over; under FSDP2 float32 shards.
 
-    Formula: ``b*P_done/W`` (FSDP2: float32 shards)
+    Formula: ``b*P_done/W``
     Live in: backward, growing from the head down; optimizer_step with P_done = P
     Rounding: up to whole bytes
     Ignores: a gradient kept from an earlier micro step (see gradients.accumulated)
@@ -26,9 +26,11 @@ def finished(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
 
 @item("gradients.current_layer", "gradient")
 def current_layer(*, num_parameters: int, dtype_bytes: int) -> int:
-    """Weight gradients that the running layer has already made at this instant.
+    """Weight gradients that the running layer has already made.
 
-    Formula: ``b*(H*I)`` in the MLP (down_proj is first), ``b*(3*H*I + H*h*d + H)`` in the attention
+    In its MLP that is down_proj; in its attention all of the MLP, the second norm and o_proj.
+
+    Formula: ``b*H*I`` (MLP); ``b*(P_mlp + H + H*h*d)`` (attention)
     Live in: backward of a layer
     Rounding: exact
     Ignores: nothing
@@ -40,9 +42,9 @@ def current_layer(*, num_parameters: int, dtype_bytes: int) -> int:
 
 @item("gradients.accumulated", "gradient")
 def accumulated(*, num_parameters: int, dtype_bytes: int) -> int:
-    """Gradients kept from the previous micro step, for the parameters whose backward is still to come.
+    """Gradients kept from the previous micro step (gradient_accumulation_steps > 1) that this one has yet to reach.
 
-    Formula: ``b*(P - P_done)`` when gradient_accumulation_steps > 1
+    Formula: ``b*(P - P_done)``
     Live in: every phase of a micro step
     Rounding: exact
     Ignores: nothing
@@ -84,7 +86,9 @@ def embedding(*, embedding_parameters: int, dtype_bytes: int) -> int:
 def reduce_scatter_input(*, unit_parameters: int) -> int:
     """Bf16 gradients of the previous unit, kept until its reduce-scatter is waited for.
 
-    Formula: ``2*P_unit`` (the head while the last layer runs, then one decoder layer)
+    That unit is the head while the last layer runs, then one decoder layer.
+
+    Formula: ``2*P_unit``
     Live in: backward (FSDP2)
     Rounding: exact
     Ignores: the reduce-scatter output, 1/W of it

@@ -21,7 +21,7 @@ its gradient, the bf16 gradient. Rows m015 and m016 agree within 0.01%."""
 def final_norm(*, tokens: int, hidden_size: int, float32: bool) -> int:
     """What the final RMSNorm saves.
 
-    Formula: ``(6*H + 4)*T`` in bf16, ``(8*H + 4)*T`` in float32
+    Formula: ``(6*H + 4)*T``; float32: ``(8*H + 4)*T``
     Live in: loss
     Rounding: exact
     Ignores: nothing
@@ -32,10 +32,10 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool) -> int:
 
 
 @item("loss_head.hidden_states", "temporary")
-def hidden_states(*, tokens: int, hidden_size: int, float32: bool) -> int:
-    """Hidden states picked for scoring, their float32 gradient and its cast, and per-token statistics.
+def hidden_states(*, tokens: int, hidden_size: int) -> int:
+    """Hidden states picked for scoring (2H), their float32 gradient (4H) and its cast (2H), per-token statistics (28).
 
-    Formula: ``(8*H + 28)*T``: copy 2H, float32 gradient 4H, cast 2H; float32: copy 4H, gradient 4H
+    Formula: ``(8*H + 28)*T``
     Live in: loss
     Rounding: exact
     Ignores: tokens whose label is -100, which are not scored
@@ -49,7 +49,7 @@ def hidden_states(*, tokens: int, hidden_size: int, float32: bool) -> int:
 def weight_gradient(*, vocab_size: int, hidden_size: int, float32: bool) -> int:
     """Float32 accumulator of the head's weight gradient and its cast to the weight's dtype.
 
-    Formula: ``(4 + 2)*V*H``; float32 weights need no cast: ``4*V*H``
+    Formula: ``(4 + 2)*V*H``; float32: ``4*V*H``
     Live in: loss
     Rounding: exact
     Ignores: a bias

@@ -14,9 +14,9 @@ FP32_BYTES = 4
 
 @item("weights.parameters", "parameter")
 def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
-    """Weights resident on one rank.
+    """Weights resident on one rank; FSDP2 keeps trainable ones in float32 (b=4) even if they were loaded in bf16.
 
-    Formula: ``b*P/W`` (FSDP2 keeps trainable masters in float32, so b=4 there even if the model was loaded in bf16)
+    Formula: ``b*P/W``
     Live in: every phase
     Rounding: up to whole bytes; each small tensor takes a 512-byte block, about 0.3 MB for a whole model
     Ignores: padding of a parameter whose first dimension is no multiple of W
@@ -28,9 +28,9 @@ def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
 
 @item("optimizer.adamw_states", "optimizer_state")
 def adamw_states(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
-    """First and second moment of AdamW.
+    """First and second moment of AdamW, in the dtype of the weights they belong to.
 
-    Formula: ``2*b*P/W`` (the moments have the dtype of the weights they belong to)
+    Formula: ``2*b*P/W``
     Live in: every phase from the second step on
     Rounding: up to whole bytes
     Ignores: one 512-byte step counter per parameter tensor
@@ -44,7 +44,9 @@ def adamw_states(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
 def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
     """Unsharded bf16 weights of decoder layers under FSDP2: the current one and the prefetched next.
 
-    Formula: ``2*P_layer*N``, N=2 in the backward of layers 1 and up, 1 in layer 0
+    N is 2 in the backward of layers 1 and up, 1 in layer 0.
+
+    Formula: ``2*P_layer*N``
     Live in: forward, backward
     Rounding: exact
     Ignores: the flat all-gather buffer between copy-in and copy-out
@@ -86,7 +88,9 @@ def gathered_head(*, head_parameters: int) -> int:
 def autocast_copies(*, layer_weight_parameters: int) -> int:
     """Bf16 copies of float32 weights that autocast keeps for one layer's backward.
 
-    Formula: ``2*P_layer`` without norms and down_proj
+    Norms are not cast, and down_proj's copy is gone when the others peak.
+
+    Formula: ``2*(P_attention + 2*H*I)``
     Live in: backward of a layer (float32 weights on one GPU)
     Rounding: exact
     Ignores: nothing
@@ -98,9 +102,9 @@ def autocast_copies(*, layer_weight_parameters: int) -> int:
 
 @item("disk.saved_model", "parameter")
 def saved_model(*, num_parameters: int, dtype_bytes: int) -> int:
-    """Weights in the saved model.
+    """Weights in the saved model; FSDP2 saves its float32 masters.
 
-    Formula: ``b*P`` (FSDP2 saves its float32 masters)
+    Formula: ``b*P``
     Live in: save
     Rounding: exact
     Ignores: headers and tokenizer, some MB

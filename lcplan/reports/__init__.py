@@ -1,1 +1,1 @@
-
+"""Reporters: they render records and never compute."""

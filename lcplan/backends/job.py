@@ -1,0 +1,211 @@
+"""One training job as data, and the folder it is rendered into.
+
+The folder holds the job's own scripts, ``plan.json`` with every choice, accelerate's YAML and a README. It
+needs no lcplan to run. User strings only ever become JSON or YAML values, never code and never shell text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from lcplan._record import Record
+from lcplan.backends import fsdp2, single
+from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.train_plan import TrainPlan
+from lcplan.units import format_bytes
+
+SCHEMA_VERSION = 1
+COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
+"""Starts the job from inside its folder."""
+SCRIPTS = ("train.py", "model.py", "data.py", "checks.py", "measure.py")
+TEMPLATES = files("lcplan.backends") / "templates"
+RESULT_FILE = "result.json"
+
+Device = Literal["gpu", "cpu"]
+
+
+class ModelSource(Record):
+    """Where the job takes its model from."""
+
+    id: str
+    """Hub id or folder; with ``init="random"`` only a name."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    revision: str | None = None
+    config: dict[str, Any] | None = Field(default=None, repr=False)
+    """The whole config.json; needed to start from random weights."""
+
+
+class DataSource(Record):
+    """Where the job takes its texts from."""
+
+    kind: Literal["files", "hub", "python-docs"]
+    """``python-docs``: the help topics that every Python ships, for trying things out without a network."""
+    paths: tuple[str, ...] = ()
+    name: str | None = None
+    """Hub dataset; streamed."""
+    config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+
+
+class TokenizerSource(Record):
+    """The model's own tokenizer, or a small one trained on the data."""
+
+    kind: Literal["pretrained", "train-bpe"]
+    id: str | None = None
+    """Hub id or folder of a pretrained tokenizer."""
+    revision: str | None = None
+    vocab_size: int | None = Field(default=None, gt=0)
+
+
+class TrainingOptions(Record):
+    """What the optimizer does; names are those of transformers' TrainingArguments."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_steps: int | None = Field(default=None, gt=0)
+    """None trains for num_train_epochs."""
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    seed: int = Field(default=42, ge=0)
+    save_strategy: Literal["no", "steps", "epoch"] = "no"
+    """When to write a checkpoint to resume from."""
+    save_steps: int = Field(default=500, gt=0)
+    save_model: bool = True
+    """Write the trained model at the end."""
+
+
+class JobSpec(Record):
+    """Everything that a job folder is rendered from."""
+
+    plan: TrainPlan
+    model: ModelSource
+    rope: dict[str, Any] | None = None
+    """rope_type, factor, rope_theta and original_max_position_embeddings; None leaves the model's own."""
+    max_position_embeddings: int = Field(gt=0)
+    data: DataSource
+    tokenizer: TokenizerSource
+    training: TrainingOptions = TrainingOptions()
+    prediction: dict[str, int] | None = None
+    device: Device = "gpu"
+    stack: dict[str, str] = Field(default_factory=dict)
+    """Versions that the plan was made for."""
+
+
+def plan_document(job: JobSpec) -> dict[str, Any]:
+    """The content of plan.json."""
+    return {"schema_version": SCHEMA_VERSION, **job.model_dump(mode="json")}
+
+
+def accelerate_config(job: JobSpec) -> dict[str, Any]:
+    """The content of accelerate.yaml."""
+    if job.plan.backend == "single":
+        return single.accelerate_config(job.plan, device=job.device)
+    if job.plan.backend == "fsdp2":
+        return fsdp2.accelerate_config(job.plan)
+    raise PlanError(
+        "backend-not-available",
+        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. "
+        "Use --backend fsdp2 with --cp-size in place of --sp-size.",
+    )
+
+
+def check_job(job: JobSpec) -> None:
+    """Refuse what the generated scripts cannot do, before anything is written."""
+    accelerate_config(job)
+    plan = job.plan
+    unsupported = {
+        "--lora-r": plan.lora_r is not None,
+        "--quantize": plan.quantize != "none",
+        "--mlp-tile-size": plan.mlp_tile_size is not None,
+        "--packing": plan.packing,
+    }
+    if asked := [flag for flag, is_set in unsupported.items() if is_set]:
+        raise PlanError(
+            "lever-not-available",
+            f"{', '.join(asked)} can be estimated, but a generated job does not have it yet. Leave it out.",
+        )
+    if job.device == "cpu" and plan.backend != "single":
+        raise PlanError("cpu-plan", f"A CPU job runs as one process, not with backend {plan.backend!r}.")
+    if rest := plan.max_length % plan.length_multiple:
+        raise PlanError(
+            "length-multiple",
+            f"max_length={plan.max_length} is not a multiple of {plan.length_multiple}, into which this plan "
+            f"cuts a sequence. Use --max-length {plan.max_length - rest + plan.length_multiple}.",
+        )
+
+
+def readme_text(job: JobSpec) -> str:
+    """README.md of the job folder."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = (TEMPLATES / "README.md.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["bytes"] = format_bytes
+    return environment.from_string(template).render(
+        job=job,
+        command=shlex.join(COMMAND),
+        plan=job.plan.model_dump(mode="json"),
+        config=accelerate_config(job),
+    )
+
+
+def check_output_dir(folder: Path, *, force: bool = False) -> None:
+    """Refuse a folder that holds anything, and anything that is not a folder."""
+    if folder.is_file():
+        raise PlanError("output-not-a-folder", f"{folder} is a file. Name a new folder with --output-dir.")
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise PlanError(
+            "output-not-empty",
+            f"{folder} is not empty, and a job folder never mixes with other files. "
+            "Name a new folder with --output-dir, or write into this one with --force.",
+        )
+
+
+def render_job(job: JobSpec, folder: Path, *, force: bool = False) -> Path:
+    """Write the job folder whole or not at all, and return it.
+
+    The files are written beside the target and renamed into place. With ``force`` they replace files of the
+    same name in an existing folder; everything else in there stays.
+    """
+    check_job(job)
+    check_output_dir(folder, force=force)
+    unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
+    try:
+        unfinished.mkdir(parents=True)
+        _write_files(job, unfinished)
+        if folder.is_dir() and any(folder.iterdir()):
+            for path in unfinished.iterdir():
+                path.replace(folder / path.name)
+        else:
+            unfinished.rename(folder)
+    except OSError as error:
+        raise EnvironmentProblem(
+            "output-not-writable",
+            f"{folder} cannot be written ({error.strerror}). Name another --output-dir.",
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write_files(job: JobSpec, folder: Path) -> None:
+    for name in SCRIPTS:
+        (folder / name).write_bytes((TEMPLATES / name).read_bytes())
+    config = yaml.safe_dump(accelerate_config(job), sort_keys=False)
+    (folder / "accelerate.yaml").write_text(config, encoding="utf-8")
+    document = json.dumps(plan_document(job), indent=2) + "\n"
+    (folder / "plan.json").write_text(document, encoding="utf-8")
+    (folder / "README.md").write_text(readme_text(job), encoding="utf-8")

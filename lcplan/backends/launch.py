@@ -1,0 +1,127 @@
+"""What this machine has, and the local launcher: ``accelerate launch`` as an argument list, no shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+
+from lcplan.backends.job import COMMAND, Device, JobSpec
+from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.units import ceil_div
+
+TRAIN_PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
+LAST_TRL_WITH_FULL_LOGITS = (1, 14)
+"""trl/trainer/sft_config.py: from 1.15 on ``nll`` is the chunked head and none computes all logits."""
+STDERR = 2
+"""The job's own output goes where lcplan's progress goes; stdout is kept for the result."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what a job needs, without importing it; what is missing is left out."""
+    return {name: installed for name in TRAIN_PACKAGES if (installed := _version(name)) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_packages() -> None:
+    """Refuse to train without the train extra."""
+    found = installed_versions()
+    if missing := [name for name in TRAIN_PACKAGES if name not in found]:
+        raise EnvironmentProblem(
+            "missing-extra",
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and a job needs "
+            "the train extra. Install it: pip install 'lcplan[train]'",
+        )
+
+
+def check_loss(loss: str, trl_version: str | None) -> None:
+    """Refuse full logits where the installed TRL has no such loss any more."""
+    if loss != "full" or trl_version is None:
+        return
+    release = tuple(int(part) for part in trl_version.split(".")[:2] if part.isdigit())
+    if release > LAST_TRL_WITH_FULL_LOGITS:
+        raise PlanError(
+            "loss-full-unavailable",
+            f"--loss full needs trl 1.14 or older, and {trl_version} is installed: from 1.15 on TRL always "
+            "computes the loss in chunks. Use --loss chunked, or: pip install 'trl<1.15'",
+        )
+
+
+def visible_gpus() -> list[str]:
+    """Names of the CUDA GPUs that a job would see; asked in a process that gives them back."""
+    code = (
+        "import json, torch; "
+        "print(json.dumps([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = answer.stdout.splitlines()
+    return list(json.loads(lines[-1])) if answer.returncode == 0 and lines else []
+
+
+def check_gpus(*, num_gpus: int, gpus_per_node: int) -> list[str]:
+    """Refuse a GPU plan that this machine cannot hold; return the names of its GPUs."""
+    if (nodes := ceil_div(num_gpus, gpus_per_node)) > 1:
+        raise EnvironmentProblem(
+            "several-nodes",
+            f"the plan spreads {num_gpus} GPUs over {nodes} nodes, and the local launcher starts one. "
+            "Render the folder with --dry-run and start it on every node.",
+        )
+    names = visible_gpus()
+    if len(names) < num_gpus:
+        here = (
+            "no CUDA GPU is visible" if not names else f"{len(names)} GPU(s) are visible: {', '.join(names)}"
+        )
+        raise EnvironmentProblem(
+            "no-gpu" if not names else "too-few-gpus",
+            f"the plan needs {num_gpus} GPU(s), and {here}. Render the folder with --dry-run and start it "
+            "where they are, or plan with a smaller --num-gpus.",
+        )
+    return names
+
+
+def needs_hub(job: JobSpec) -> bool:
+    """Whether the job may have to download a model, a tokenizer or data."""
+    return job.model.init == "pretrained" or job.tokenizer.kind == "pretrained" or job.data.kind == "hub"
+
+
+def job_environment(device: Device, *, offline: bool) -> dict[str, str]:
+    """This process's environment with what the job needs on top."""
+    added = {"HF_HUB_OFFLINE": "1"} if offline else {}
+    if device == "gpu":
+        added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return {**added, **os.environ}
+
+
+def launch(folder: Path, environment: dict[str, str]) -> int:
+    """Run the job in its folder and return its exit code; what it prints goes to stderr, signals reach it."""
+    return stream([sys.executable, "-m", "accelerate.commands.launch", *COMMAND[2:]], folder, environment)
+
+
+def stream(command: list[str], folder: Path, environment: dict[str, str]) -> int:
+    """Run one command; 128 + the signal's number where a signal ended it, as shells count."""
+    sys.stderr.flush()
+    # A session of its own, so that a signal reaches launcher and workers once, by us.
+    job = subprocess.Popen(command, cwd=folder, env=environment, stdout=STDERR, start_new_session=True)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if job.poll() is None:
+            os.killpg(job.pid, number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = job.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

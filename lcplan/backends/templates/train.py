@@ -1,0 +1,259 @@
+"""Fine-tune the model that plan.json describes with TRL's SFTTrainer, and measure it.
+
+    accelerate launch --config_file accelerate.yaml train.py
+
+Every choice is in plan.json, beside this file; lcplan is not needed. events.jsonl says how it is going,
+result.json how it went. Exit code: 0 done; 1 the run failed, for one out of memory; 2 the data, the plan or
+the versions installed do not go together.
+"""
+# ruff: noqa: E402  (the environment has to be set before torch is imported)
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+JOB = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+if JOB["plan"]["backend"] == "single":
+    # With several GPUs in sight and one process, the trainer would fall back to DataParallel.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+import data
+import measure
+import torch
+import transformers
+import trl
+from accelerate import PartialState
+from checks import JobError, ShardCheck, check_layout, watch_first_sequence
+from datasets import Dataset
+from model import build_model, load_config
+from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, set_seed
+from trl import SFTConfig, SFTTrainer
+
+PATIENCE_S = 4 * 3600
+"""Ranks wait this long for one another: rank 0 tokenizes the data and loads the weights for all."""
+
+
+def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of SFTConfig, under the names that the installed versions know."""
+    plan, training, on_cpu = job["plan"], job["training"], job["device"] == "cpu"
+    fields = {field.name: field for field in dataclasses.fields(SFTConfig)}
+    prefix = "activation" if "activation_checkpointing" in fields else "gradient"
+    arguments = {
+        "output_dir": str(HERE / "checkpoints"),
+        "max_length": plan["max_length"],
+        "per_device_train_batch_size": plan["per_device_train_batch_size"],
+        "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
+        "optim": plan["optim"],
+        "loss_type": loss_type(plan["loss"], fields["loss_type"].default),
+        f"{prefix}_checkpointing": plan["activation_checkpointing"] != "none",
+        f"{prefix}_checkpointing_kwargs": checkpointing_kwargs(plan),
+        "bf16": not on_cpu,
+        "use_cpu": on_cpu,
+        "learning_rate": training["learning_rate"],
+        "lr_scheduler_type": training["lr_scheduler_type"],
+        "warmup_steps": training["warmup_steps"],
+        "weight_decay": training["weight_decay"],
+        "max_steps": training["max_steps"] or -1,
+        "num_train_epochs": training["num_train_epochs"],
+        "seed": training["seed"],
+        "save_strategy": training["save_strategy"],
+        "save_steps": training["save_steps"],
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "ddp_timeout": PATIENCE_S,
+        # Rows arrive tokenized and exactly max_length long; a last batch that is not full is left out.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "dataloader_drop_last": True,
+    }
+    if unknown := sorted(set(arguments) - set(fields)):
+        raise JobError(
+            f"trl {trl.__version__} does not know {', '.join(unknown)}. Install a release that does."
+        )
+    return arguments
+
+
+def loss_type(loss: str, default: str | None) -> str:
+    """TRL 1.13 and 1.14 (no default) have two; later ones call the chunked one ``nll`` and have no other."""
+    if default is None:
+        return "chunked_nll" if loss == "chunked" else "nll"
+    if loss == "full":
+        raise JobError(
+            f"trl {trl.__version__} always computes the loss in chunks; 1.14 is the last with full logits. "
+            "Plan with --loss chunked, or install trl<1.15."
+        )
+    return "nll"
+
+
+def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Keys that transformers and TRL take out of the dict before it reaches torch's checkpoint."""
+    asked: dict[str, Any] = {}
+    if plan["offload_activations"]:
+        asked["offload"] = True
+    if plan["checkpoint_every_n_layers"] > 1:
+        asked["every_n_layers"] = plan["checkpoint_every_n_layers"]
+    enable = getattr(
+        PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
+    )
+    if unknown := sorted(set(asked) - set(inspect.signature(enable).parameters)):
+        raise JobError(
+            f"transformers {transformers.__version__} cannot checkpoint with {', '.join(unknown)}. "
+            "Install a later release, or plan without it."
+        )
+    if plan["activation_checkpointing"] == "selective":
+        if not hasattr(trl.models, "enable_selective_activation_checkpointing"):
+            raise JobError(f"trl {trl.__version__} has no selective checkpointing. Install trl>=1.15.")
+        asked["selective"] = True
+    return asked or None
+
+
+def data_parallel_size(plan: dict[str, Any]) -> int:
+    """Ranks that see different rows."""
+    return plan["dp_replicate_size"] * plan["dp_shard_size"]
+
+
+def load_data(
+    job: dict[str, Any], vocab_size: int, state: PartialState
+) -> tuple[Any, Dataset, dict[str, int] | None]:
+    """Tokenizer and rows; rank 0 makes them, the others read them from the job folder."""
+    plan, max_steps = job["plan"], job["training"]["max_steps"]
+    made = None
+    if state.is_main_process:
+        rows_at_once = plan["per_device_train_batch_size"] * data_parallel_size(plan)
+        made = data.write_rows(
+            job["data"],
+            make_tokenizer(job, vocab_size),
+            HERE / "rows.arrow",
+            max_length=row_length(plan),
+            min_rows=rows_at_once,
+            max_rows=max_steps and max_steps * rows_at_once * plan["gradient_accumulation_steps"],
+        )
+        print(f"Data: {made['num_rows']:,} rows of {row_length(plan):,} tokens.", flush=True)
+    state.wait_for_everyone()
+    return load_tokenizer(job), Dataset.from_file(str(HERE / "rows.arrow")), made
+
+
+def row_length(plan: dict[str, Any]) -> int:
+    """max_length trimmed to a multiple of 2 x cp_size: ring attention balances its load for no other."""
+    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
+    return plan["max_length"] - plan["max_length"] % multiple
+
+
+def load_tokenizer(job: dict[str, Any]) -> Any:
+    """The tokenizer that plan.json names, or the one trained for this job."""
+    source = job["tokenizer"]
+    if source["kind"] == "train-bpe":
+        return AutoTokenizer.from_pretrained(str(HERE / "tokenizer"))
+    return AutoTokenizer.from_pretrained(source["id"], revision=source["revision"] or "main")
+
+
+def make_tokenizer(job: dict[str, Any], vocab_size: int) -> Any:
+    """Train the tokenizer where the plan says so, and refuse one that the model cannot embed."""
+    source = job["tokenizer"]
+    if source["kind"] == "train-bpe":
+        trained = data.train_tokenizer(job["data"], min(source["vocab_size"] or vocab_size, vocab_size))
+        trained.save_pretrained(str(HERE / "tokenizer"))
+    tokenizer = load_tokenizer(job)
+    if len(tokenizer) > vocab_size:
+        raise JobError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the model's vocab_size is {vocab_size:,}: "
+            "some ids have no embedding. Name the model's own tokenizer with --tokenizer."
+        )
+    if tokenizer.eos_token_id is None:
+        raise JobError(
+            "the tokenizer has no end-of-text token, which parts the texts. Name another with --tokenizer."
+        )
+    return tokenizer
+
+
+def save_model(trainer: SFTTrainer, folder: Path) -> str:
+    """Weights and tokenizer as transformers loads them; FSDP2 gathers the shards on rank 0."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(folder))
+    return str(folder)
+
+
+def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
+    """Train, save, and return the content of result.json."""
+    plan = job["plan"]
+    if job["device"] == "gpu" and not torch.cuda.is_available():
+        raise JobError("this PyTorch sees no CUDA GPU, and the plan needs one.")
+    args = SFTConfig(**sft_arguments(job))  # also joins the process group
+    state = PartialState()
+    config = load_config(job)
+    tokenizer, rows, made = load_data(job, config.get_text_config().vocab_size, state)
+    set_seed(job["training"]["seed"])
+    callbacks: list[Any] = [recorder]
+    if plan["backend"] == "fsdp2":
+        callbacks.append(ShardCheck(plan["dp_shard_size"] * plan["cp_size"]))
+    trainer = SFTTrainer(
+        model=build_model(job, config, state),
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)  # the recorder prints every step
+    check_layout(trainer.accelerator, plan)
+    tokens_per_rank = row_length(plan) // plan["cp_size"]
+    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], tokens_per_rank)
+    trainer.train()
+    peaks = measure.gather_ranks(recorder.summary())
+    saved = save_model(trainer, HERE / "final_model") if job["training"]["save_model"] else None
+    return {
+        **peaks,
+        "saved_model_dir": saved,
+        "world_size": trainer.accelerator.num_processes,
+        "distributed_type": str(trainer.accelerator.distributed_type.value),
+        "data": made,
+    }
+
+
+def main(job: dict[str, Any]) -> int:
+    """Run the job, write result.json whatever happens, and return the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        for name in ("result.json", "events.jsonl"):
+            (HERE / name).unlink(missing_ok=True)
+    plan = job["plan"]
+    rows = (
+        plan["per_device_train_batch_size"] * plan["gradient_accumulation_steps"] * data_parallel_size(plan)
+    )
+    recorder = measure.StepRecorder(
+        HERE, tokens_per_step=rows * row_length(plan), on_gpu=job["device"] == "gpu"
+    )
+    exit_code, error, result = 0, None, {}
+    try:
+        result = run(job, recorder)
+    except (JobError, data.DataError) as problem:
+        exit_code, error = 2, str(problem)
+    except torch.OutOfMemoryError as problem:
+        exit_code, error = 1, f"out of GPU memory on rank {rank}: {problem}"
+    except Exception as problem:
+        traceback.print_exc()
+        exit_code, error = 1, f"{type(problem).__name__}: {problem}"
+    if error is not None:
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+    if rank == 0 or error is not None:
+        summary = {"exit_code": exit_code, "error": error, **result, "steps": recorder.steps}
+        measure.write_result(HERE / "result.json", {**summary, **measure.environment()})
+    if error is None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(JOB))

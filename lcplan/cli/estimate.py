@@ -1,0 +1,50 @@
+"""``lcplan estimate``: does it fit, by how much, what dominates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from lcplan.cli.plan_options import (
+    ConfigOption,
+    JsonOption,
+    ModelArgument,
+    PresetOption,
+    TrustOption,
+    UnitsOption,
+    read_job,
+    with_plan_flags,
+)
+
+@with_plan_flags
+def command(
+    given: dict[str, Any],
+    model: ModelArgument = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    method: Annotated[str, typer.Option(help="How to obtain the report: formula.")] = "formula",
+    explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
+    json: JsonOption = False,
+    units: UnitsOption = "GiB",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Memory of one GPU in a training step, item by item. Exit 0 if it fits, 1 if not.
+
+    Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
+    """
+    from lcplan.cli.output import check_choice, print_json
+    from lcplan.estimation import estimate
+    from lcplan.reports.terminal import explain_item, print_report
+
+    check_choice("--units", units, ("GiB", "GB"))
+    check_choice("--method", method, ("formula",))
+    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
+    report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    if json:
+        print_json(report)
+    elif explain is not None:
+        explain_item(report, explain, units=units)
+    else:
+        print_report(report, units=units)
+    raise typer.Exit(0 if report.fits else 1)

@@ -1,0 +1,18 @@
+"""``lcplan list``: what lcplan knows by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+KINDS = ("models", "gpus", "presets", "levers")
+
+
+def command(kind: Annotated[str, typer.Argument(help="models, gpus, presets or levers.")]) -> None:
+    """Models, GPUs, presets or levers."""
+    from lcplan.cli.output import check_choice
+    from lcplan.reports import listing
+
+    check_choice("KIND", kind, KINDS)
+    getattr(listing, f"print_{kind}")()

@@ -1,0 +1,171 @@
+"""The plan flags that estimate, recommend and run share, and how they become a resolved job.
+
+Precedence: preset or --config file, then flags. Flag names are the plan's field names in kebab-case.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import typer
+
+from lcplan.errors import InputError
+from lcplan.hardware import GpuSpec, load_gpu
+from lcplan.model_loading import load_model
+from lcplan.model_spec import ModelSpec
+from lcplan.train_plan import TrainPlan, resolve
+from lcplan.units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from lcplan.presets import Preset
+
+Flag = bool | None
+PLAN = "Plan"
+
+
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=PLAN, show_default=False)
+
+
+def _plan_flags(
+    max_length: Annotated[str | None, _option("Tokens of one sequence: 1048576, 1Mi (2^20) or 1M (10^6).")] = None,
+    per_device_train_batch_size: Annotated[int | None, _option("Sequences a rank holds at once.")] = None,
+    gradient_accumulation_steps: Annotated[int | None, _option("Micro steps before an optimizer step.")] = None,
+    gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
+    num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,
+    gpus_per_node: Annotated[int | None, _option("GPUs of one node.")] = None,
+    backend: Annotated[str | None, _option("single, fsdp2 or deepspeed.")] = None,
+    dp_replicate_size: Annotated[int | None, _option("Replicas of the sharded model.")] = None,
+    dp_shard_size: Annotated[int | None, _option("Data-parallel ranks that shard the states.")] = None,
+    cp_size: Annotated[int | None, _option("Ranks that split a sequence by ring attention (FSDP2).")] = None,
+    sp_size: Annotated[int | None, _option("Ranks that split a sequence by Ulysses (DeepSpeed).")] = None,
+    cp_comm_strategy: Annotated[str | None, _option("allgather or alltoall.")] = None,
+    dtype: Annotated[str | None, _option("bfloat16 or float32: type the weights are loaded in.")] = None,
+    optim: Annotated[str | None, _option("Optimizer, by transformers' name.")] = None,
+    loss: Annotated[str | None, _option("chunked or full.")] = None,
+    activation_checkpointing: Annotated[str | None, _option("full, selective or none.")] = None,
+    checkpoint_every_n_layers: Annotated[int | None, _option("Checkpoint every n-th layer only.")] = None,
+    offload_activations: Annotated[
+        Flag,
+        _option(
+            "Keep checkpointed layer inputs in pinned host memory.",
+            "--offload-activations/--no-offload-activations",
+        ),
+    ] = None,
+    offload_params: Annotated[
+        Flag,
+        _option("Keep parameters and optimizer states on the host.", "--offload-params/--no-offload-params"),
+    ] = None,
+    mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile.")] = None,
+    lora_r: Annotated[int | None, _option("LoRA rank.")] = None,
+    lora_target_modules: Annotated[str | None, _option("Modules that get an adapter.")] = None,
+    quantize: Annotated[str | None, _option("none or nf4.")] = None,
+    attn_implementation: Annotated[str | None, _option("sdpa, flash_attention_2 or eager.")] = None,
+    rope: Annotated[str | None, _option("auto, none or yarn:FACTOR.")] = None,
+    packing: Annotated[Flag, _option("Pack short samples into a row.", "--packing/--no-packing")] = None,
+    host_memory: Annotated[str | None, _option("Host memory of a node, such as 2TB.")] = None,
+) -> dict[str, Any]:
+    given = dict(locals())
+    if max_length is not None:
+        given["max_length"] = parse_count(max_length)
+    host = given.pop("host_memory")
+    given["host_memory_bytes"] = parse_bytes(host) if host is not None else None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def with_plan_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every plan flag; it receives what the user set as ``given``."""
+    shared = inspect.signature(_plan_flags, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        flags = {name: values.pop(name) for name in shared}
+        command(given=_plan_flags(**flags), **values)
+
+    kept = [p for name, p in own.parameters.items() if name != "given"]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*kept, *shared.values())]
+    documented = cast("Any", wrapper)
+    documented.__signature__ = own.replace(parameters=parameters)
+    documented.__annotations__ = {p.name: p.annotation for p in parameters}
+    del documented.__wrapped__
+    return wrapper
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Catalog or Hub id, or a path to a config.json or its folder."),
+]
+PresetOption = Annotated[str | None, typer.Option(help="A named job, see `lcplan list presets`.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="A job in a preset's YAML format.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model repository's own code.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+UnitsOption = Annotated[str, typer.Option(help="GiB or GB.")]
+
+
+class Job(NamedTuple):
+    """Everything a command knows once the command line is read."""
+
+    spec: ModelSpec
+    plan: TrainPlan
+    gpu: GpuSpec
+    assumptions: tuple[str, ...]
+    preset: Preset | None
+
+
+def read_job(
+    model: str | None,
+    preset: str | None,
+    config: Path | None,
+    given: dict[str, Any],
+    *,
+    trust_remote_code: bool,
+) -> Job:
+    """Preset or config file, then flags, resolved once.
+
+    Raises:
+        LcplanError: for anything that cannot be used.
+    """
+    base = read_base(model, preset, config)
+    spec = read_spec(model, base, trust_remote_code=trust_remote_code)
+    values = (dict(base.plan) if base else {}) | given
+    gpu = values.get("gpu")
+    found = load_gpu(gpu) if gpu else None
+    plan, assumptions = resolve(spec, values, usual_gpus_per_node=found.gpus_per_node if found else 1)
+    return Job(spec, plan, load_gpu(plan.gpu), assumptions, base)
+
+
+def read_base(model: str | None, preset: str | None, config: Path | None) -> Preset | None:
+    """The preset or job file that the flags build on; exactly one of model, preset and file must be there."""
+    if preset is not None and config is not None:
+        raise InputError("two-bases", "--preset and --config both describe a job. Give one of them.")
+    if model is None and preset is None and config is None:
+        raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
+    if preset is None and config is None:
+        return None
+    from lcplan.presets import load_preset, parse_preset  # yaml: only where it is needed
+
+    if preset is not None:
+        return load_preset(preset)
+    if config is not None:
+        try:
+            text = config.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("unreadable-config", f"--config {config} cannot be read: {error}.") from None
+        return parse_preset(text, name=config.stem)
+    return None
+
+
+def read_spec(model: str | None, base: Preset | None, *, trust_remote_code: bool) -> ModelSpec:
+    """The model named on the command line, or the preset's."""
+    if model is not None:
+        return load_model(model, trust_remote_code=trust_remote_code)
+    if base is None:
+        raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
+    if base.config is not None:
+        return ModelSpec.from_config(base.config, base.model)
+    return load_model(base.model, trust_remote_code=trust_remote_code)

@@ -1,0 +1,266 @@
+"""Reports for a terminal: the first line answers, tables follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from lcplan.errors import InputError
+from lcplan.ledger import PHASE_HELP, MemoryItem, MemoryReport
+from lcplan.units import ByteUnits, format_bytes, format_parameters
+
+if TYPE_CHECKING:
+    from lcplan.checking import CheckReport
+    from lcplan.recommendation import RankedPlan, Recommendation
+
+GROUPS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "loss_head": "logits / loss head",
+    "activations": "per-layer activations",
+    "mlp": "MLP intermediates",
+    "attention": "attention",
+    "communication": "communication buffers",
+    "inputs": "batch",
+    "runtime": "CUDA workspaces",
+}
+"""Item groups in the order and words a user asks for them."""
+BAR_WIDTH = 24
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for name, right in columns:
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def _phase_help(phase: str) -> str:
+    general = phase
+    if phase.startswith("backward["):
+        index, _, part = phase.removeprefix("backward[").partition("].")
+        return PHASE_HELP[f"backward[i].{part}"].replace("layer i", f"layer {index}")
+    return PHASE_HELP.get(general, general)
+
+
+def answer(report: MemoryReport, units: ByteUnits) -> str:
+    """The one line a user came for."""
+    verdict = "FITS" if report.fits else "DOES NOT FIT"
+    over = report.headroom_bytes < 0
+    margin = f"{format_bytes(abs(report.headroom_bytes), units)} {'short' if over else 'free'}"
+    peak = format_bytes(report.device_peak_bytes, units)
+    usable = format_bytes(report.gpu.usable_bytes, units)
+    top = report.dominant
+    text = (
+        f"{verdict}: {peak} of {usable} on {report.gpu.id}, {margin}; the largest item is {top.key} "
+        f"({format_bytes(top.num_bytes, units)})."
+    )
+    if report.host.fits is False:
+        text += f" Host memory is too small: {format_bytes(report.host.pinned_bytes_per_node, units)} pinned a node."
+    if not report.fits:
+        text += f" Try: {suggestion(report)}"
+    return text
+
+
+def suggestion(report: MemoryReport) -> str:
+    """The command that finds a plan that fits."""
+    model, plan = report.model.id, report.plan
+    return (
+        f"lcplan recommend {model} --max-length {plan['max_length']} --gpu {plan['gpu']} --num-gpus {plan['num_gpus']}"
+    )
+
+
+def print_report(report: MemoryReport, *, units: str, console: Console | None = None) -> None:
+    """The whole report as text."""
+    size_units = cast("ByteUnits", units)
+    out = console or Console()
+    out.print(answer(report, size_units), style="bold", highlight=False, markup=False)
+    out.print()
+    plan = report.plan
+    out.print(
+        f"{report.model.id} ({format_parameters(report.model.num_parameters)}), {plan['max_length']:,} tokens, "
+        f"{plan['num_gpus']} x {plan['gpu']}, {plan['backend']}, cp_size {plan['cp_size']}, "
+        f"{report.method} method, rank {report.peak_rank}",
+        highlight=False,
+        markup=False,
+    )
+    if report.rope:
+        rope = report.rope
+        out.print(
+            f"rope: {rope.rope_type} factor {rope.factor:g}, original {rope.original_max_position_embeddings:,}, "
+            f"theta {rope.rope_theta:,.0f}",
+            highlight=False,
+        )
+    out.print(f"peak: {report.peak_phase} - {_phase_help(report.peak_phase)}", highlight=False, markup=False)
+    out.print()
+    out.print(_breakdown(report, size_units))
+    out.print()
+    out.print(_phases(report, size_units))
+    out.print()
+    _print_host(report, size_units, out)
+    for warning in report.warnings:
+        out.print(f"warning [{warning.code}]: {warning.message} {warning.fix}", highlight=False, markup=False)
+    if report.assumptions:
+        out.print("assumed: " + "; ".join(report.assumptions), highlight=False, markup=False)
+    out.print("not modelled: " + "; ".join(report.not_modelled), highlight=False, markup=False)
+
+
+def _breakdown(report: MemoryReport, units: ByteUnits) -> Table:
+    """Items at the peak by group, and what lies on top."""
+    table = _table(("at the peak", False), (units, True), ("share", True), ("formula", False))
+    alive = report.items_in(report.peak_phase)
+    total = report.peak_allocated_bytes
+    for group, title in GROUPS.items():
+        items = [item for item in alive if item.group == group]
+        if not items:
+            continue
+        table.add_row(title, _size(sum(i.num_bytes for i in items), units), _share(items, total), "", style="bold")
+        for item in items:
+            table.add_row(f"  {item.key}", _size(item.num_bytes, units), _share([item], total), item.formula)
+    table.add_row("peak allocated", _size(total, units), "", "", style="bold")
+    for item in report.items_in("device"):
+        table.add_row(f"  {item.key}", _size(item.num_bytes, units), "", item.formula)
+    table.add_row("device peak", _size(report.device_peak_bytes, units), "", "", style="bold")
+    return table
+
+
+def _share(items: list[MemoryItem], total: int) -> str:
+    return f"{sum(i.num_bytes for i in items) / total:.1%}"
+
+
+def _size(num_bytes: int, units: ByteUnits) -> str:
+    return format_bytes(num_bytes, units)
+
+
+def _phases(report: MemoryReport, units: ByteUnits) -> Table:
+    """Every phase with a bar, in step order."""
+    table = _table(("phase", False), ("allocated", True), ("", False))
+    longest = max(phase.allocated_bytes for phase in report.phases)
+    for phase in report.phases:
+        bar = "#" * round(BAR_WIDTH * phase.allocated_bytes / longest)
+        mark = " <- peak" if phase.phase == report.peak_phase else ""
+        table.add_row(phase.phase.replace("[", r"\["), _size(phase.allocated_bytes, units), bar + mark)
+    return table
+
+
+def _print_host(report: MemoryReport, units: ByteUnits, out: Console) -> None:
+    host = report.host
+    pinned = f"{format_bytes(host.pinned_bytes_per_rank, units)} a rank"
+    node = format_bytes(host.pinned_bytes_per_node, units)
+    out.print(
+        f"host: pinned {pinned}, {node} a node; while loading {format_bytes(host.load_bytes_per_node, units)} a node",
+        highlight=False,
+    )
+    disk = report.disk
+    out.print(
+        f"disk: saved model {format_bytes(disk.saved_model_bytes, units)}, "
+        f"checkpoint {format_bytes(disk.checkpoint_bytes, units)}",
+        highlight=False,
+    )
+
+
+def explain_item(report: MemoryReport, key: str, *, units: str) -> None:
+    """One item's formula, source and sizes by phase.
+
+    Raises:
+        InputError: for a key that the report does not have, listing those it has.
+    """
+    size_units = cast("ByteUnits", units)
+    found = [item for item in report.items if item.key == key]
+    if not found:
+        keys = ", ".join(sorted({item.key for item in report.items}))
+        raise InputError("unknown-item", f"--explain {key!r} is no item of this report. There are: {keys}.")
+    out = Console()
+    first = found[0]
+    lines = [
+        f"{first.key} ({first.category}, on the {first.device}, {first.confidence})",
+        f"formula: {first.formula}",
+        f"source: {first.source}",
+    ]
+    lines += [
+        f"{format_bytes(item.num_bytes, size_units)} ({item.num_bytes:,} bytes) in {', '.join(item.phases)}"
+        for item in found
+    ]
+    for line in lines:
+        out.print(line, highlight=False, markup=False)
+
+
+def print_recommendation(recommendation: Recommendation, *, units: str, console: Console | None = None) -> None:
+    """The plan, the reason for each lever, the table from naive to final."""
+    size_units = cast("ByteUnits", units)
+    out = console or Console()
+    if recommendation.plans:
+        ranked = recommendation.plans[0]
+    elif recommendation.nearest is not None:
+        ranked = recommendation.nearest
+        out.print("NOTHING FITS. The nearest miss:", style="bold", highlight=False)
+    else:
+        return
+    report = ranked.report
+    out.print(answer(report, size_units).partition(" Try:")[0], style="bold", highlight=False, markup=False)
+    out.print(
+        f"binding: {recommendation.binding}; {recommendation.searched} plans searched",
+        highlight=False,
+        markup=False,
+    )
+    out.print()
+    out.print(_steps_table(ranked, size_units))
+    out.print()
+    for reason in ranked.why:
+        out.print(f"- {reason}", highlight=False, markup=False)
+    out.print()
+    out.print(estimate_command(ranked), highlight=False, markup=False, soft_wrap=True)
+
+
+def _steps_table(ranked: RankedPlan, units: ByteUnits) -> Table:
+    table = _table(("lever", False), ("change", False), ("device peak", True), ("", False))
+    for step in ranked.steps:
+        table.add_row(step.lever, step.change, _size(step.device_peak_bytes, units), "fits" if step.fits else "")
+    return table
+
+
+def estimate_command(ranked: RankedPlan) -> str:
+    """The estimate command of a plan, to be run as printed."""
+    plan = ranked.plan
+    parts = [
+        f"lcplan estimate {ranked.report.model.id}",
+        f"--max-length {plan.max_length} --gpu {plan.gpu} --num-gpus {plan.num_gpus}",
+    ]
+    if plan.cp_size > 1:
+        parts.append(f"--cp-size {plan.cp_size}")
+    if plan.activation_checkpointing != "full":
+        parts.append(f"--activation-checkpointing {plan.activation_checkpointing}")
+    if plan.offload_activations:
+        parts.append("--offload-activations")
+    return " ".join(parts)
+
+
+def print_check(report: CheckReport, console: Console | None = None) -> None:
+    """One line a measured row, then the three figures."""
+    out = console or Console()
+    table = _table(
+        ("row", False),
+        ("model", False),
+        ("layers", True),
+        ("tokens", True),
+        ("measured", True),
+        ("error", True),
+    )
+    for row in report.rows:
+        error = "refused" if row.error is None else f"{row.error:+.4%}"
+        measured = format_bytes(row.measured_bytes)
+        table.add_row(row.id, row.model, str(row.num_hidden_layers), f"{row.max_length:,}", measured, error)
+    out.print(table)
+    for row in report.rows:
+        if row.refused:
+            out.print(f"{row.id} refused: {row.refused}", highlight=False, markup=False)
+    verdict = "no row drifts" if report.passed else "DRIFT"
+    out.print(
+        f"{verdict}: {report.num_checked} rows checked, {report.num_refused} refused; worst {report.worst_error:+.4%}, "
+        f"mean {report.mean_error:.4%}, mean signed {report.mean_signed_error:+.4%}, tolerance {report.tolerance:.2%}",
+        style="bold",
+        highlight=False,
+    )
