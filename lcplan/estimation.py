@@ -21,7 +21,6 @@ from lcplan.ledger import (
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import resolve_rope
 from lcplan.train_plan import TrainPlan
-from lcplan.units import format_bytes
 
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
@@ -87,7 +86,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
         items=_items(worst, formula.host_items(spec, plan)),
         phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
         rope=rope,
-        warnings=tuple(_warnings(spec, plan, gpu, host, rope is not None)),
+        warnings=tuple(_warnings(spec, plan, host, rope is not None)),
         assumptions=assumptions,
         not_modelled=NOT_MODELLED,
     )
@@ -150,7 +149,7 @@ def _disk(spec: ModelSpec, plan: TrainPlan) -> DiskUse:
     )
 
 
-def _warnings(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, host: HostMemory, scaled: bool) -> list[PlanWarning]:
+def _warnings(spec: ModelSpec, plan: TrainPlan, host: HostMemory, scaled: bool) -> list[PlanWarning]:
     found: list[PlanWarning] = []
 
     def warn(code: str, message: str, fix: str) -> None:
@@ -169,11 +168,9 @@ def _warnings(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, host: HostMemory, 
             "Use --rope auto.",
         )
     if host.fits is None and host.pinned_bytes_per_node:
-        usual = gpu.node_host_memory_bytes
-        beside = f" A usual node of this GPU has {format_bytes(usual)}." if usual else ""
         warn(
             "host-memory-unknown",
-            f"Offload pins {format_bytes(host.pinned_bytes_per_node)} of host memory on a node.{beside}",
+            "Offload pins host memory, and how much a node has is not known.",
             "Give --host-memory to have it checked.",
         )
     if plan.num_gpus > 1 and plan.cp_size * plan.sp_size == 1:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import ValidationError, field_validator
 
 from lcplan._record import Record
-from lcplan.backends.job import DataSource, Device, TokenizerSource, TrainingOptions
+from lcplan.backends.job import DataSource, Device, Init, TokenizerSource, TrainingOptions
 from lcplan.errors import InputError
 from lcplan.train_plan import TrainPlan
 
@@ -26,7 +26,7 @@ class Preset(Record):
     """Catalog or Hub id; with ``config`` only a name."""
     config: dict[str, Any] | None = None
     """A whole config.json, for a model that is in no catalog."""
-    init: Literal["pretrained", "random"] = "pretrained"
+    init: Init = "pretrained"
     device: Device = "gpu"
     plan: dict[str, Any]
     """The fields of TrainPlan that the preset sets; the rest is resolved as if no flag were given."""
@@ -50,9 +50,7 @@ def load_preset(name: str) -> Preset:
     """The preset of that name."""
     found = _preset_files()
     if name not in found:
-        raise InputError(
-            "unknown-preset", f"No preset is named {name!r}. There are: {', '.join(sorted(found))}."
-        )
+        raise InputError("unknown-preset", f"No preset is named {name!r}. There are: {', '.join(sorted(found))}.")
     return parse_preset(found[name], name=name)
 
 
@@ -84,12 +82,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build one mapping; called by the loader."""
-        seen: set[Any] = set()
+        seen: list[Any] = []  # a key may be a list, which the base class then refuses
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is there twice", key_node.start_mark
                 )
-            seen.add(key)
+            seen.append(key)
         return super().construct_mapping(node, deep=deep)

@@ -21,7 +21,7 @@ from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import resolve_rope
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
-from lcplan.units import format_bytes
+from lcplan.units import ByteUnits, format_bytes
 
 
 class Goal(Record):
@@ -64,8 +64,8 @@ class Recommendation(Record):
     nearest: RankedPlan | None = None
 
 
-def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec) -> Recommendation:
-    """Walk the levers in order and stop at the first plan that fits.
+def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec, *, units: ByteUnits = "GiB") -> Recommendation:
+    """Walk the levers in order and stop at the first plan that fits; ``units`` is for the sizes in its sentences.
 
     Raises:
         PlanError: when no combination of the goal is legal at all (the message is that of the last one tried).
@@ -94,12 +94,14 @@ def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec) -> Recommendation:
         elif nearest is None or over < nearest[0]:
             nearest = (over, plan)
     if best is not None:
-        ranked = _ranked(spec, best, gpu)
-        return Recommendation(goal=goal, plans=(ranked,), searched=searched, binding=_binding(ranked.report))
+        ranked = _ranked(spec, best, gpu, units)
+        return Recommendation(goal=goal, plans=(ranked,), searched=searched, binding=_binding(ranked.report, units))
     if nearest is None:
         raise refusal or PlanError("nothing-legal", "No combination of levers is legal for this goal.")
-    missed = _ranked(spec, nearest[1], gpu)
-    return Recommendation(goal=goal, plans=(), searched=searched, binding=_binding(missed.report), nearest=missed)
+    missed = _ranked(spec, nearest[1], gpu, units)
+    return Recommendation(
+        goal=goal, plans=(), searched=searched, binding=_binding(missed.report, units), nearest=missed
+    )
 
 
 def _combinations(goal: Goal) -> Iterator[dict[str, Any]]:
@@ -160,11 +162,11 @@ def _host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:
     return max(pinned * min(plan.num_gpus, plan.gpus_per_node), load) <= plan.host_memory_bytes
 
 
-def _ranked(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> RankedPlan:
+def _ranked(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, units: ByteUnits) -> RankedPlan:
     report = estimate(spec, plan, gpu)
     levers = active_levers(spec, plan)
     steps = _steps(spec, plan, gpu)
-    return RankedPlan(plan=plan, report=report, levers=levers, why=_why(spec, plan, gpu, report), steps=steps)
+    return RankedPlan(plan=plan, report=report, levers=levers, why=_why(spec, plan, gpu, report, units), steps=steps)
 
 
 def _without_context_parallel(plan: TrainPlan) -> dict[str, Any]:
@@ -205,15 +207,18 @@ def report_rope(spec: ModelSpec, plan: TrainPlan) -> str:
     return f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}" if rope else ""
 
 
-def _why(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, report: MemoryReport) -> tuple[str, ...]:
-    room = format_bytes(gpu.usable_bytes)
+def _why(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, report: MemoryReport, units: ByteUnits) -> tuple[str, ...]:
+    def size(num_bytes: int) -> str:
+        return format_bytes(num_bytes, units)
+
+    room = size(gpu.usable_bytes)
 
     def without(**update: object) -> str:
-        return format_bytes(_device_peak(spec, plan.model_copy(update=update)))
+        return size(_device_peak(spec, plan.model_copy(update=update)))
 
     reasons = [
         f"chunked-loss: with full logits of {plan.tokens_per_rank:,} tokens x {spec.vocab_size:,} entries the peak "
-        f"would be {without(loss='full')} instead of {format_bytes(report.device_peak_bytes)}; it costs nothing."
+        f"would be {without(loss='full')} instead of {size(report.device_peak_bytes)}; it costs nothing."
     ]
     rope = report.rope
     if rope:
@@ -227,7 +232,7 @@ def _why(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, report: MemoryReport) -
     if plan.offload_activations:
         reasons.append(
             f"offload-activations: without it the peak is {without(offload_activations=False)} of {room}; it pins "
-            f"{format_bytes(report.host.pinned_bytes_per_node)} of host memory a node."
+            f"{size(report.host.pinned_bytes_per_node)} of host memory a node."
         )
     if plan.cp_size > 1:
         smaller = max(size for size in range(1, plan.cp_size) if plan.num_gpus % size == 0)
@@ -240,6 +245,6 @@ def _why(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, report: MemoryReport) -
     return tuple(reasons)
 
 
-def _binding(report: MemoryReport) -> str:
+def _binding(report: MemoryReport, units: ByteUnits) -> str:
     top = report.dominant
-    return f"{top.key} ({format_bytes(top.num_bytes)}) in {report.peak_phase} on {report.gpu.id}"
+    return f"{top.key} ({format_bytes(top.num_bytes, units)}) in {report.peak_phase} on {report.gpu.id}"

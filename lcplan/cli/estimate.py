@@ -17,6 +17,7 @@ from lcplan.cli.plan_options import (
     with_plan_flags,
 )
 
+
 @with_plan_flags
 def command(
     given: dict[str, Any],
@@ -33,18 +34,18 @@ def command(
 
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
-    from lcplan.cli.output import check_choice, print_json
+    from lcplan.cli.output import check_choice, check_units, print_json
     from lcplan.estimation import estimate
     from lcplan.reports.terminal import explain_item, print_report
 
-    check_choice("--units", units, ("GiB", "GB"))
+    size_units = check_units(units)
     check_choice("--method", method, ("formula",))
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
     report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
     if json:
         print_json(report)
     elif explain is not None:
-        explain_item(report, explain, units=units)
+        explain_item(report, explain, units=size_units)
     else:
-        print_report(report, units=units)
+        print_report(report, units=size_units)
     raise typer.Exit(0 if report.fits else 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast, get_args
+
 from pydantic import BaseModel
 
 from lcplan.errors import InputError
+from lcplan.units import ByteUnits
 
 
 def print_json(record: BaseModel) -> None:
@@ -20,3 +23,13 @@ def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise InputError("bad-choice", f"{flag} {value!r} is not one of: {', '.join(choices)}.")
+
+
+def check_units(value: str) -> ByteUnits:
+    """``--units`` as one of its two values.
+
+    Raises:
+        InputError: for any other.
+    """
+    check_choice("--units", value, get_args(ByteUnits))
+    return cast("ByteUnits", value)

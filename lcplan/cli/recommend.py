@@ -38,12 +38,12 @@ def command(
 
     Example: lcplan recommend Qwen/Qwen3-8B --max-length 1048576 --gpu h100-80gb --num-gpus 8
     """
-    from lcplan.cli.output import check_choice, print_json
+    from lcplan.cli.output import check_units, print_json
     from lcplan.hardware import load_gpu
     from lcplan.recommendation import Goal, recommend
     from lcplan.reports.terminal import print_recommendation
 
-    check_choice("--units", units, ("GiB", "GB"))
+    size_units = check_units(units)
     base = read_base(model, preset, config)
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     decided = {k: v for k, v in (base.plan if base else {}).items() if k not in SEARCHED}
@@ -60,9 +60,9 @@ def command(
     if num_gpus < 1:
         raise InputError("bad-value", f"--num-gpus {num_gpus} is not a positive whole number.")
     goal = Goal(max_length=None if longest else length, gpu=gpu.id, num_gpus=num_gpus, fixed=fixed)
-    answer = recommend(spec, goal, gpu)
+    answer = recommend(spec, goal, gpu, units=size_units)
     if json:
         print_json(answer)
     else:
-        print_recommendation(answer, units=units)
+        print_recommendation(answer, units=size_units)
     raise typer.Exit(0 if answer.plans else 1)

@@ -1,22 +1,16 @@
-"""``lcplan run``: check everything, write the job folder, start it, and hold what it measured against the plan."""
+"""``lcplan run``: generate the TRL job of a plan, start it, and hold what it measured against the plan."""
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from lcplan.backends import inputs, launch
-from lcplan.backends.job import COMMAND, RESULT_FILE, JobSpec, TrainingOptions, render_job
-from lcplan.backends.job import DataSource, Device, check_job, check_output_dir
 from lcplan.cli.output import check_choice
 from lcplan.cli.plan_options import (
     ConfigOption,
-    Job,
     ModelArgument,
     PresetOption,
     TrustOption,
@@ -26,15 +20,10 @@ from lcplan.cli.plan_options import (
     read_spec,
     with_plan_flags,
 )
-from lcplan.errors import EnvironmentProblem, InputError
-from lcplan.ledger import MemoryReport, RopeParameters
-from lcplan.model_spec import ModelSpec
+from lcplan.errors import InputError
 from lcplan.presets import Preset
-from lcplan.rope import position_limit, resolve_rope
-from lcplan.train_plan import TrainPlan, resolve
+from lcplan.train_plan import resolve
 from lcplan.units import ByteUnits, format_bytes
-
-Init = Literal["pretrained", "random"]
 
 
 @with_plan_flags
@@ -47,6 +36,7 @@ def command(
         str | None,
         typer.Option(help="A .txt, .jsonl or .parquet file, a folder of them, a Hub dataset, or python-docs."),
     ] = None,
+    text_column: Annotated[str, typer.Option(help="Column of --data that holds the text.")] = "text",
     output_dir: Annotated[Path | None, typer.Option(help="New folder for the job and its results.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder, start nothing.")] = False,
     force: Annotated[
@@ -55,15 +45,107 @@ def command(
     init: Annotated[str | None, typer.Option(help="pretrained or random weights.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the Hub.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of another tokenizer.")] = None,
-    text_column: Annotated[str, typer.Option(help="Column of --data that holds the text.")] = "text",
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: one pass.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; one pass if not given.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the weights and the order of the rows.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Write the trained model.")] = True,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Generate the TRL job of a plan and start it. Exit 0 when it has trained, else the job's own code.
+    """Generate the TRL job of a plan and start it. Exit 1 if it would not fit, else the job's own code.
 
     Example: lcplan run --preset smoke --output-dir runs/smoke
     """
+    from lcplan.job_run import run_job
+
+    check_choice("--units", units, ("GiB", "GB"))
+    base = read_base(model, preset, config)
+    chosen_init = init or (base.init if base else "pretrained")
+    check_choice("--init", chosen_init, ("pretrained", "random"))
+    if output_dir is None:
+        raise InputError("no-output-dir", "No folder is named for the job. Add --output-dir FOLDER.")
+    options = {"max_steps": max_steps, "learning_rate": learning_rate, "seed": seed}
+    settings: dict[str, Any] = {
+        "data": _data(data, text_column, base),
+        "training": _training(base, {**options, "save_model": None if save else False}),
+        "device": base.device if base else "gpu",
+        "tokenizer_vocab_size": base.tokenizer.vocab_size if base and base.tokenizer else None,
+    }
+    planned = _plan(model, preset, config, given, base, trust_remote_code=trust_remote_code)
+    code = run_job(
+        **planned,
+        **settings,
+        output_dir=output_dir,
+        init=cast("Any", chosen_init),
+        revision=revision,
+        tokenizer=tokenizer or (base.tokenizer.id if base and base.tokenizer else None),
+        dry_run=dry_run,
+        force=force,
+        units=cast("ByteUnits", units),
+    )
+    raise typer.Exit(code)
+
+
+def _plan(
+    model: str | None,
+    preset: str | None,
+    config: Path | None,
+    given: dict[str, Any],
+    base: Preset | None,
+    *,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """What the plan says of the job: model, rotary scaling, prediction, and whether it fits."""
+    from lcplan.estimation import estimate
+    from lcplan.rope import resolve_rope
+
+    if base is not None and base.device == "cpu":
+        spec = read_spec(model, base, trust_remote_code=trust_remote_code)
+        plan, _ = resolve(spec, {**base.plan, **given}, usual_gpus_per_node=1)
+        rope = resolve_rope(spec, plan.max_length, plan.rope)
+        return {"model": spec, "plan": plan, "rope": rope, "prediction": None}
+    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
+    report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    needed, there = format_bytes(report.device_peak_bytes), format_bytes(report.gpu.usable_bytes)
+    print(f"Planned: {needed} of {there} on a {report.gpu.id}.", file=sys.stderr)  # noqa: T201
+    refusal = (
+        f"the plan needs {needed} on a {report.gpu.id} and {there} are usable. `lcplan recommend` says what would "
+        "make it fit."
+    )
+    prediction = {
+        "peak_allocated_bytes": report.peak_allocated_bytes,
+        "device_peak_bytes": report.device_peak_bytes,
+        "pinned_bytes_per_rank": report.host.pinned_bytes_per_rank,
+    }
+    return {
+        "model": job.spec,
+        "plan": job.plan,
+        "rope": report.rope,
+        "prediction": prediction,
+        "stack": report.stack,
+        "refusal": None if report.fits else refusal,
+    }
+
+
+def _data(asked: str | None, text_column: str, base: Preset | None) -> Any:
+    from lcplan.backends.inputs import parse_data
+
+    if asked is not None:
+        return parse_data(asked, text_column=text_column)
+    if base is None:
+        raise InputError("no-data", "No data is named. Add --data with a file, a folder, a Hub dataset or python-docs.")
+    return base.data
+
+
+def _training(base: Preset | None, given: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    from lcplan.backends.job import TrainingOptions
+
+    own = base.training.model_dump(exclude_unset=True) if base else {}
+    try:
+        return TrainingOptions.model_validate(own | {k: v for k, v in given.items() if v is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = "--" + str(first["loc"][0]).replace("_", "-")
+        raise InputError("bad-value", f"{flag} {first['input']!r}: {first['msg']}.") from None

@@ -346,8 +346,7 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         hidden_size=spec.hidden_size,
         dtype_bytes=s.compute_bytes,
     )
-    ranks_here = min(plan.num_gpus, plan.gpus_per_node)
-    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=s.state_bytes, copies_per_node=ranks_here)
+    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=s.state_bytes)
     return {host.pinned_layer_inputs.key: pinned, host.load_copies.key: load}
 
 

@@ -24,14 +24,14 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 
 
 @item("host.load_copies", "parameter")
-def load_copies(*, num_parameters: int, dtype_bytes: int, copies_per_node: int) -> int:
-    """Whole models in host memory while the job starts.
+def load_copies(*, num_parameters: int, dtype_bytes: int) -> int:
+    """The whole model in host memory while the job starts: the main process alone reads it and sends out the shards.
 
-    Formula: ``b * P * copies``
+    Formula: ``b * P``
     Live in: init
     Rounding: exact
     Ignores: files in the page cache, which the kernel gives back
-    Source: accelerate 1.15 fsdp2_prepare_model (float32 upcast before sharding)
+    Source: accelerate 1.15 fsdp2_prepare_model (float32 upcast before sharding, cpu_ram_efficient_loading)
     Confidence: modelled
     """
-    return dtype_bytes * num_parameters * copies_per_node
+    return dtype_bytes * num_parameters

@@ -12,9 +12,7 @@ from rich.text import Text
 from lcplan.units import ByteUnits, format_bytes
 
 
-def print_result(
-    title: str, prediction: dict[str, int] | None, result: dict[str, Any], *, units: ByteUnits
-) -> None:
+def print_result(title: str, prediction: dict[str, int] | None, result: dict[str, Any], *, units: ByteUnits) -> None:
     """Predicted beside measured, what the run achieved, and where the model lies; ``result`` is result.json."""
     console = Console()
     console.print(_table(title, prediction or {}, result, units))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -73,11 +73,10 @@ def suggestion(report: MemoryReport) -> str:
     )
 
 
-def print_report(report: MemoryReport, *, units: str, console: Console | None = None) -> None:
+def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
     """The whole report as text."""
-    size_units = cast("ByteUnits", units)
     out = console or Console()
-    out.print(answer(report, size_units), style="bold", highlight=False, markup=False)
+    out.print(answer(report, units), style="bold", highlight=False, markup=False)
     out.print()
     plan = report.plan
     out.print(
@@ -96,11 +95,11 @@ def print_report(report: MemoryReport, *, units: str, console: Console | None = 
         )
     out.print(f"peak: {report.peak_phase} - {_phase_help(report.peak_phase)}", highlight=False, markup=False)
     out.print()
-    out.print(_breakdown(report, size_units))
+    out.print(_breakdown(report, units))
     out.print()
-    out.print(_phases(report, size_units))
+    out.print(_phases(report, units))
     out.print()
-    _print_host(report, size_units, out)
+    _print_host(report, units, out)
     for warning in report.warnings:
         out.print(f"warning [{warning.code}]: {warning.message} {warning.fix}", highlight=False, markup=False)
     if report.assumptions:
@@ -109,30 +108,47 @@ def print_report(report: MemoryReport, *, units: str, console: Console | None = 
 
 
 def _breakdown(report: MemoryReport, units: ByteUnits) -> Table:
-    """Items at the peak by group, and what lies on top."""
-    table = _table(("at the peak", False), (units, True), ("share", True), ("formula", False))
+    """Every group with its items, at the peak and at its own largest, and what lies on top."""
+    table = _table(("", False), ("at the peak", True), ("share", True), ("at most", True), ("formula", False))
     alive = report.items_in(report.peak_phase)
     total = report.peak_allocated_bytes
     for group, title in GROUPS.items():
-        items = [item for item in alive if item.group == group]
-        if not items:
+        own = [
+            item
+            for item in report.items
+            if item.group == group and item.device == "gpu" and "device" not in item.phases
+        ]
+        if not own:
             continue
-        table.add_row(title, _size(sum(i.num_bytes for i in items), units), _share(items, total), "", style="bold")
-        for item in items:
-            table.add_row(f"  {item.key}", _size(item.num_bytes, units), _share([item], total), item.formula)
-    table.add_row("peak allocated", _size(total, units), "", "", style="bold")
+        here = [item for item in alive if item.group == group]
+        most = max(sum(i.num_bytes for i in own if phase.phase in i.phases) for phase in report.phases)
+        at_peak = sum(item.num_bytes for item in here)
+        table.add_row(
+            title, format_bytes(at_peak, units), f"{at_peak / total:.1%}", format_bytes(most, units), "", style="bold"
+        )
+        for item in _largest_by_key(own):
+            now = sum(i.num_bytes for i in here if i.key == item.key)
+            table.add_row(
+                f"  {item.key.partition('.')[2]}",
+                format_bytes(now, units) if now else "",
+                f"{now / total:.1%}" if now else "",
+                format_bytes(item.num_bytes, units),
+                item.formula,
+            )
+    table.add_row("peak allocated", format_bytes(total, units), "", "", "", style="bold")
     for item in report.items_in("device"):
-        table.add_row(f"  {item.key}", _size(item.num_bytes, units), "", item.formula)
-    table.add_row("device peak", _size(report.device_peak_bytes, units), "", "", style="bold")
+        table.add_row(f"  {item.key}", format_bytes(item.num_bytes, units), "", "", item.formula)
+    table.add_row("device peak", format_bytes(report.device_peak_bytes, units), "", "", "", style="bold")
     return table
 
 
-def _share(items: list[MemoryItem], total: int) -> str:
-    return f"{sum(i.num_bytes for i in items) / total:.1%}"
-
-
-def _size(num_bytes: int, units: ByteUnits) -> str:
-    return format_bytes(num_bytes, units)
+def _largest_by_key(items: list[MemoryItem]) -> list[MemoryItem]:
+    """One item a key, at its largest; largest first."""
+    largest: dict[str, MemoryItem] = {}
+    for item in items:
+        if item.key not in largest or item.num_bytes > largest[item.key].num_bytes:
+            largest[item.key] = item
+    return sorted(largest.values(), key=lambda item: -item.num_bytes)
 
 
 def _phases(report: MemoryReport, units: ByteUnits) -> Table:
@@ -142,7 +158,7 @@ def _phases(report: MemoryReport, units: ByteUnits) -> Table:
     for phase in report.phases:
         bar = "#" * round(BAR_WIDTH * phase.allocated_bytes / longest)
         mark = " <- peak" if phase.phase == report.peak_phase else ""
-        table.add_row(phase.phase.replace("[", r"\["), _size(phase.allocated_bytes, units), bar + mark)
+        table.add_row(phase.phase.replace("[", r"\["), format_bytes(phase.allocated_bytes, units), bar + mark)
     return table
 
 
@@ -162,13 +178,12 @@ def _print_host(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     )
 
 
-def explain_item(report: MemoryReport, key: str, *, units: str) -> None:
+def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
     """One item's formula, source and sizes by phase.
 
     Raises:
         InputError: for a key that the report does not have, listing those it has.
     """
-    size_units = cast("ByteUnits", units)
     found = [item for item in report.items if item.key == key]
     if not found:
         keys = ", ".join(sorted({item.key for item in report.items}))
@@ -181,16 +196,15 @@ def explain_item(report: MemoryReport, key: str, *, units: str) -> None:
         f"source: {first.source}",
     ]
     lines += [
-        f"{format_bytes(item.num_bytes, size_units)} ({item.num_bytes:,} bytes) in {', '.join(item.phases)}"
+        f"{format_bytes(item.num_bytes, units)} ({item.num_bytes:,} bytes) in {', '.join(item.phases)}"
         for item in found
     ]
     for line in lines:
         out.print(line, highlight=False, markup=False)
 
 
-def print_recommendation(recommendation: Recommendation, *, units: str, console: Console | None = None) -> None:
+def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, console: Console | None = None) -> None:
     """The plan, the reason for each lever, the table from naive to final."""
-    size_units = cast("ByteUnits", units)
     out = console or Console()
     if recommendation.plans:
         ranked = recommendation.plans[0]
@@ -200,14 +214,14 @@ def print_recommendation(recommendation: Recommendation, *, units: str, console:
     else:
         return
     report = ranked.report
-    out.print(answer(report, size_units).partition(" Try:")[0], style="bold", highlight=False, markup=False)
+    out.print(answer(report, units).partition(" Try:")[0], style="bold", highlight=False, markup=False)
     out.print(
         f"binding: {recommendation.binding}; {recommendation.searched} plans searched",
         highlight=False,
         markup=False,
     )
     out.print()
-    out.print(_steps_table(ranked, size_units))
+    out.print(_steps_table(ranked, units))
     out.print()
     for reason in ranked.why:
         out.print(f"- {reason}", highlight=False, markup=False)
@@ -218,7 +232,7 @@ def print_recommendation(recommendation: Recommendation, *, units: str, console:
 def _steps_table(ranked: RankedPlan, units: ByteUnits) -> Table:
     table = _table(("lever", False), ("change", False), ("device peak", True), ("", False))
     for step in ranked.steps:
-        table.add_row(step.lever, step.change, _size(step.device_peak_bytes, units), "fits" if step.fits else "")
+        table.add_row(step.lever, step.change, format_bytes(step.device_peak_bytes, units), "fits" if step.fits else "")
     return table
 
 

@@ -1,0 +1,38 @@
+"""Shared pieces of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lcplan.model_spec import ModelSpec
+from lcplan.train_plan import TrainPlan, resolve
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """A Qwen3 whose every size differs from every other, so that a swapped axis cannot cancel."""
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 40, "intermediate_size": 112,
+        "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "vocab_size": 560,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+        "attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+    }  # fmt: skip
+    return config | changes
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    return ModelSpec.from_config(tiny_config(**changes), "tiny")
+
+
+def plan_of(spec: ModelSpec, **given: Any) -> TrainPlan:
+    given = {"gpu": "h200", "rope": "none"} | given
+    return resolve(spec, given, usual_gpus_per_node=8)[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but a Hub name may need the network, and no test has one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")

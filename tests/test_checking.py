@@ -1,0 +1,61 @@
+"""The shipped measurements against the formulas, as a user and CI run them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lcplan.checking import check_rows, load_rows
+from lcplan.errors import InputError
+
+DENSE = {f"m{n:03d}" for n in (*range(1, 20), 22, 23, 24, 29, 30, 31, 33, 34)}
+"""Rows without LoRA, selective checkpointing, TRL's own offloading or experts."""
+
+
+def test_every_dense_row_is_covered_and_within_a_tenth_of_a_percent() -> None:
+    report = check_rows(load_rows(), tolerance=0.001)
+    covered = {row.id for row in report.rows if row.error is not None}
+    assert covered >= DENSE
+    assert report.passed
+    assert report.mean_error < 0.0003
+    assert abs(report.mean_signed_error) < 0.0003
+
+
+def test_a_drift_is_found() -> None:
+    """The check can fail: one row is made 1% larger."""
+    row = load_rows()[0]
+    measured = row.measured.model_copy(update={"peak_allocated_bytes": int(row.measured.peak_allocated_bytes * 1.01)})
+    report = check_rows([row.model_copy(update={"measured": measured})], tolerance=0.005)
+    assert not report.passed
+    assert report.worst_error == pytest.approx(-0.0099, abs=2e-4)
+
+
+def test_rows_outside_the_formulas_are_named_not_counted() -> None:
+    report = check_rows(load_rows(), tolerance=0.02)
+    refused = {row.id: row.refused for row in report.rows if row.refused}
+    assert report.num_checked + report.num_refused == len(report.rows)
+    assert "lora" in (refused["m020"] or "")
+    assert not check_rows([row for row in load_rows() if row.id == "m020"], tolerance=1).passed, "nothing was checked"
+
+
+def test_a_users_own_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(load_rows()[0].model_dump_json() + "\n\n")
+    assert check_rows(load_rows(path), tolerance=0.01).num_checked == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "nonsense", json.dumps({"id": "x", "measured": {"peak_allocated_bytes": 0}})]
+)
+def test_broken_rows_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match="measured row"):
+        load_rows(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        load_rows(tmp_path / "none.jsonl")

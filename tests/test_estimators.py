@@ -1,0 +1,112 @@
+"""Each item by hand: T=7, H=40, I=112, h=6, k=3, d=16, V=560, and every item documented."""
+
+from __future__ import annotations
+
+import pytest
+
+from lcplan.estimators import activations, attention, gradients, host, loss_head, runtime, weights
+from lcplan.estimators._item import ITEMS, Item, item
+
+T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
+SHAPE = {"tokens": T, "heads": HEADS, "kv_heads": KV, "head_dim": D}
+EVEN = SHAPE | {"kv_heads": HEADS}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (weights.parameters(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
+        (weights.adamw_states(num_parameters=1001, dtype_bytes=4, ranks=8), 1001),
+        (weights.gathered_layers(layer_parameters=500, num_layers=2), 2000),
+        (weights.gathered_embedding(embedding_parameters=V * H), 44_800),
+        (weights.gathered_head(head_parameters=V * H + H), 44_880),
+        (weights.autocast_copies(layer_weight_parameters=3), 6),
+        (weights.saved_model(num_parameters=10, dtype_bytes=4), 40),
+        (weights.checkpoint(num_parameters=10, dtype_bytes=4), 120),
+        (gradients.finished(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
+        (gradients.current_layer(num_parameters=11, dtype_bytes=2), 22),
+        (gradients.accumulated(num_parameters=11, dtype_bytes=4), 44),
+        (gradients.tied_head(head_parameters=11), 22),
+        (gradients.embedding(embedding_parameters=11, dtype_bytes=2), 22),
+        (gradients.reduce_scatter_input(unit_parameters=11), 22),
+        (activations.batch(tokens=T, micro_batches=2), 336),
+        (activations.positions(tokens=T), 56),
+        (activations.context_parallel_buffers(sequence_tokens=28, rows=2, tokens_per_rank=T), 8 * (56 + 28 + 42)),
+        (activations.rotary_tables(tokens=T, head_dim=D, dtype_bytes=2), 448),
+        (activations.layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 2800),
+        (activations.norms(tokens=T, hidden_size=H, num_norms=2, float32=False, num_linears=5), 2 * 324 * 7),
+        (activations.norms(tokens=T, hidden_size=H, num_norms=2, float32=True, num_linears=5), (2 * 164 + 400) * 7),
+        (activations.residual(tokens=T, hidden_size=H, dtype_bytes=4, copies=2), 2240),
+        (activations.mlp_saved(tokens=T, intermediate_size=INNER), 6272),
+        (activations.mlp_backward(tokens=T, intermediate_size=INNER), 3136),
+        (activations.mlp_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 160) * 7),
+        (attention.qk_norm(**SHAPE), (6 * 9 * 16 + 36) * 7),
+        (attention.saved(**SHAPE), (384 + 192 + 24) * 7),
+        (attention.output_copy(tokens=T, heads=HEADS, head_dim=D), 1344),
+        (attention.backward(**SHAPE), (768 + 192 + 24 + 384) * 7),
+        (attention.backward(**EVEN), (768 + 384 + 24) * 7),
+        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=8, allgather=True), 9 * 192 * 7),
+        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=8, allgather=False), 3 * 192 * 7),
+        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=2, allgather=False), 2 * 192 * 7),
+        (attention.ring_backward(first_rank=True, **SHAPE), (8 * 96 + 28 * 48 + 3 * 96 + 4 * 48 + 24 + 4 * 96) * 7),
+        (attention.ring_backward(first_rank=False, **SHAPE), (8 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7),
+        (attention.ring_backward(first_rank=True, **EVEN), (36 * 96 + 7 * 96 + 24) * 7),
+        (attention.ring_backward(first_rank=False, **EVEN), (36 * 96 + 8 * 96 + 24) * 7),
+        (loss_head.final_norm(tokens=T, hidden_size=H, float32=False), 244 * 7),
+        (loss_head.final_norm(tokens=T, hidden_size=H, float32=True), 324 * 7),
+        (loss_head.hidden_states(tokens=T, hidden_size=H), 348 * 7),
+        (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=False), 6 * 22_400),
+        (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=True), 4 * 22_400),
+        (loss_head.logits_tile(tokens=T), 2 * 7 * 32768),
+        (loss_head.logits_tile(tokens=10_000), 256 * 2**20),
+        (loss_head.full_logits(tokens=T, vocab_size=V, hidden_size=H), (6720 + 80) * 7),
+        # 7*40*2 = 560 bytes a layer become 1024
+        (host.pinned_layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 5120),
+        (host.load_copies(num_parameters=10, dtype_bytes=4), 40),
+        (runtime.cublas_workspace(), 67_108_864),
+        (runtime.cuda_context(), 957_153_280),
+    ],
+)  # fmt: skip
+def test_item_by_hand(value: int, expected: int) -> None:
+    assert value == expected
+
+
+def test_published_figure_of_offload() -> None:
+    """Qwen3-8B at 131,072 tokens a rank: 36 GiB of layer inputs (transformers #48444 names the same)."""
+    assert activations.layer_inputs(num_layers=36, tokens=131_072, hidden_size=4096, dtype_bytes=2) == 36 * 2**30
+    assert activations.layer_inputs(num_layers=8, tokens=8192, hidden_size=1024, dtype_bytes=2) == 128 * 2**20
+
+
+def test_pinned_blocks_are_rounded_up() -> None:
+    """Qwen3-32B at 1M on 8 ranks: 1.25 GiB a layer takes 2 GiB."""
+    assert host.pinned_layer_inputs(num_layers=64, tokens=131_072, hidden_size=5120, dtype_bytes=2) == 128 * 2**30
+
+
+@pytest.mark.parametrize("key", sorted(ITEMS))
+def test_every_item_says_where_it_comes_from(key: str) -> None:
+    found = ITEMS[key]
+    assert found.formula
+    assert len(found.source) > 10
+    assert found.confidence in ("exact", "modelled", "fitted")
+    if found.confidence == "fitted":
+        assert "row" in found.source, "a fitted constant cites its measurements"
+
+
+def test_an_item_without_its_facts_cannot_be_registered() -> None:
+    with pytest.raises(TypeError, match=r"lacks.*Source"):
+
+        @item("test.undocumented", "activation")
+        def undocumented() -> int:
+            """Nothing said.
+
+            Formula: 1
+            """
+            return 1
+
+    assert "test.undocumented" not in ITEMS
+
+
+def test_a_key_is_taken_once() -> None:
+    taken: Item[...] = ITEMS["mlp.saved"]
+    with pytest.raises(TypeError, match="twice"):
+        item("mlp.saved", "activation")(taken.function)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lcplan.errors import PlanError
+from lcplan.estimation import estimate
+from lcplan.estimators import formula
+from lcplan.hardware import load_gpu
+from lcplan.ledger import MemoryReport
+from lcplan.model_loading import load_model
+from lcplan.model_spec import ModelSpec
+from tests.conftest import plan_of, tiny_spec
+
+LAYER = 40 * 96 * 2 + 2 * 40 * 48 + 2 * 16 + 3 * 40 * 112 + 80
+HEAD = 560 * 40
+P = 5 * LAYER + 40 + 2 * HEAD
+
+
+def peak(spec: ModelSpec, **given: Any) -> int:
+    return max(formula.instants(spec, plan_of(spec, **given)).totals().values())
+
+
+def test_the_tiny_model_counts_by_hand() -> None:
+    assert tiny_spec().num_parameters == P
+
+
+def test_the_last_layers_mlp_on_one_gpu_by_hand() -> None:
+    """Every tensor alive at the peak of a long sequence, written out."""
+    t = 4096
+    alive = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t)).totals()["backward[4].mlp"]
+    states = 2 * P + 4 * P + 64 * 2**20
+    batch = 3 * 8 * t + 8 * t + 4 * 16 * t
+    layer_inputs = 5 * 2 * 40 * t
+    saved = (16 * 40 + 8 + 6 * 9 * 16 + 4 * 9 + 4 * 96 + 4 * 48 + 24 + 8 * 112) * t
+    gradients = 2 * (HEAD + 40) + 2 * 40 * 112
+    assert alive == states + batch + layer_inputs + saved + (4 * 112 + 2 * 40) * t + gradients
+
+
+def test_the_first_layers_mlp_under_fsdp2_by_hand() -> None:
+    t, w = 1024, 4
+    plan = plan_of(tiny_spec(), max_length=4096, num_gpus=w, cp_size=w, offload_activations=True)
+    alive = formula.instants(tiny_spec(), plan).totals()["backward[0].mlp"]
+    states = -(-4 * P // w) - (-8 * P // w) + 64 * 2**20
+    batch = 3 * 8 * 4096 + 8 * 2 * 4096 + 6 * 8 * t + 4 * 16 * t
+    saved = (16 * 40 + 8 + 6 * 9 * 16 + 4 * 9 + 4 * 96 + 4 * 48 + 24 + 8 * 112) * t
+    copy_of_output = 2 * 96 * t
+    gathered = 2 * LAYER + 2 * HEAD
+    gradients = -(-4 * (4 * LAYER + HEAD + 40) // w) + 2 * LAYER + 2 * 40 * 112
+    assert alive == states + batch + saved + (4 * 112 + 2 * 40) * t + copy_of_output + gathered + gradients
+
+
+def test_qwen3_8b_at_a_million_tokens() -> None:
+    """Row m014 measured 55,088,169,472 bytes; the published run 56.2 GB."""
+    spec = load_model("Qwen/Qwen3-8B")
+    plan = plan_of(spec, max_length=2**20, num_gpus=8, cp_size=8, offload_activations=True, rope="auto")
+    report = estimate(spec, plan, load_gpu("h100-80gb"))
+    assert report.peak_allocated_bytes == pytest.approx(55_088_169_472, rel=1e-4)
+    assert report.host.pinned_bytes_per_node == 8 * 36 * 2**30
+    assert report.fits
+    assert report.rope is not None
+    assert report.rope.factor == 32
+
+
+def test_offload_saves_less_than_it_moves() -> None:
+    """The peak moves from the last layer to the first: that is why phases exist."""
+    spec = load_model("qwen3-8b")
+    sizes: dict[str, Any] = {"max_length": 2**20, "num_gpus": 8, "cp_size": 8}
+    saved = peak(spec, **sizes) - peak(spec, **sizes, offload_activations=True)
+    assert 0 < saved < 36 * 2**30
+
+
+def test_worst_rank_is_reported() -> None:
+    """A narrow model peaks in ring attention, whose first rank holds most."""
+    spec = load_model("qwen3-0.6b")
+    plan = plan_of(spec, max_length=2**20, num_gpus=8, cp_size=8)
+    totals = {rank: max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in range(8)}
+    report = estimate(spec, plan, load_gpu("h100-80gb"))
+    assert report.peak_allocated_bytes == max(totals.values())
+    assert report.peak_rank == min(rank for rank, total in totals.items() if total == max(totals.values()))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "selective": {"activation_checkpointing": "selective"},
+    "checkpoint-every-n-layers": {"checkpoint_every_n_layers": 2},
+    "offload-params": {"offload_params": True, "num_gpus": 2},
+    "mlp-tile-size": {"mlp_tile_size": 128},
+    "lora-r": {"lora_r": 8},
+    "quantize": {"quantize": "nf4"},
+    "attn-implementation": {"attn_implementation": "eager"},
+    "optim": {"optim": "adafactor"},
+    "packing": {"packing": True},
+    "dp-replicate-size": {"dp_replicate_size": 2, "num_gpus": 4},
+    "gradient-accumulation-steps": {"gradient_accumulation_steps": 2, "num_gpus": 2},
+    "loss full": {"loss": "full", "dtype": "float32"},
+    "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_a_lever_without_measurements_is_refused_by_name(what: str) -> None:
+    with pytest.raises(PlanError, match=f"{what}.*would be a guess"):
+        peak(tiny_spec(), max_length=256, **REFUSED[what])
+
+
+def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="qwen3_moe"):
+        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256)
+    sliding = tiny_spec(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    with pytest.raises(PlanError, match="not full attention"):
+        peak(sliding, max_length=256)
+
+
+levers = st.fixed_dictionaries(
+    {
+        "activation_checkpointing": st.sampled_from(["full", "none"]),
+        "dtype": st.sampled_from(["bfloat16", "float32"]),
+        "cp_size": st.sampled_from([1, 2, 4]),
+        "num_gpus": st.sampled_from([1, 4]),
+        "per_device_train_batch_size": st.integers(1, 3),
+        "cp_comm_strategy": st.sampled_from(["allgather", "alltoall"]),
+    }
+).filter(lambda v: v["num_gpus"] % v["cp_size"] == 0 and v["num_gpus"] >= v["cp_size"])
+shapes = st.fixed_dictionaries(
+    {
+        "hidden_size": st.integers(8, 200),
+        "intermediate_size": st.integers(8, 500),
+        "num_hidden_layers": st.integers(1, 6),
+        "num_key_value_heads": st.sampled_from([1, 2, 6]),
+        "vocab_size": st.integers(16, 5000),
+        "tie_word_embeddings": st.booleans(),
+    }
+)
+lengths = st.integers(1, 5000).map(lambda n: 8 * n)
+many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@many
+@given(shapes, levers, lengths, lengths)
+def test_more_tokens_never_lower_the_peak(shape: Any, lever: Any, one: int, more: int) -> None:
+    spec = tiny_spec(**shape)
+    assert peak(spec, max_length=one, **lever) <= peak(spec, max_length=one + more, **lever)
+
+
+@many
+@given(shapes, levers, lengths)
+def test_more_layers_or_sequences_never_lower_the_peak(shape: Any, lever: Any, length: int) -> None:
+    spec = tiny_spec(**shape)
+    base = peak(spec, max_length=length, **lever)
+    deeper = tiny_spec(**shape | {"num_hidden_layers": shape["num_hidden_layers"] + 1})
+    assert base <= peak(deeper, max_length=length, **lever)
+    wider = lever | {"per_device_train_batch_size": lever["per_device_train_batch_size"] + 1}
+    assert base <= peak(spec, max_length=length, **wider)
+
+
+@many
+@given(shapes, levers, lengths)
+def test_offload_never_raises_the_peak(shape: Any, lever: Any, length: int) -> None:
+    spec, lever = tiny_spec(**shape), lever | {"activation_checkpointing": "full"}
+    assert peak(spec, max_length=length, **lever, offload_activations=True) <= peak(spec, max_length=length, **lever)
+
+
+@many
+@given(shapes, levers, lengths)
+def test_a_report_is_consistent_and_comes_back_from_json(shape: Any, lever: Any, length: int) -> None:
+    spec = tiny_spec(**shape)
+    report = estimate(spec, plan_of(spec, max_length=length, **lever), load_gpu("h200"))
+    for phase in report.phases:
+        assert phase.allocated_bytes == sum(item.num_bytes for item in report.items_in(phase.phase))
+    assert report.peak_allocated_bytes == max(phase.allocated_bytes for phase in report.phases)
+    on_top = sum(item.num_bytes for item in report.items_in("device"))
+    assert report.device_peak_bytes == report.peak_allocated_bytes + on_top
+    assert report.headroom_bytes == report.gpu.usable_bytes - report.device_peak_bytes
+    assert MemoryReport.model_validate_json(report.model_dump_json()) == report
+    seen = [(item.key, phase) for item in report.items for phase in item.phases]
+    assert len(seen) == len(set(seen)), "an item counts once in a phase"
+
+
+@many
+@given(shapes, st.sampled_from([2, 4, 8]), lengths)
+def test_shards_cover_the_whole(shape: Any, ranks: int, length: int) -> None:
+    spec = tiny_spec(**shape)
+    instants = formula.instants(spec, plan_of(spec, max_length=length, num_gpus=ranks, cp_size=1))
+    resident = instants.phases["optimizer_step"]["weights.parameters"]
+    assert 4 * spec.num_parameters <= resident * ranks < 4 * spec.num_parameters + ranks

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lcplan.errors import PlanError
+from lcplan.model_loading import load_model
+from lcplan.train_plan import resolve
+from tests.conftest import plan_of, tiny_spec
+
+
+def test_what_is_left_out_is_filled_and_said() -> None:
+    plan, assumptions = resolve(
+        tiny_spec(), {"max_length": 4096, "gpu": "h100-80gb", "num_gpus": 8, "cp_size": 4}, usual_gpus_per_node=8
+    )
+    assert (plan.backend, plan.dp_shard_size, plan.cp_size) == ("fsdp2", 2, 4)
+    assert plan.tokens_per_rank == 1024
+    assert plan.shard_size == 8
+    assert plan.length_multiple == 8
+    said = " ".join(assumptions)
+    for name in ("backend", "dp_shard_size", "dtype", "optim", "loss", "cp_comm_strategy"):
+        assert f"{name} = " in said
+    assert "cp_size" not in said, "the user chose it"
+
+
+def test_one_gpu_is_not_sharded() -> None:
+    plan = plan_of(tiny_spec(), max_length=100)
+    assert (plan.backend, plan.shard_size, plan.length_multiple) == ("single", 1, 1)
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("missing-value", {"max_length": None}, "--max-length is not given"),
+    ("missing-value", {"gpu": None}, "--gpu is not given.*lcplan list gpus"),
+    ("bad-value", {"num_gpus": 0}, "--num-gpus 0"),
+    ("bad-value", {"num_gpus": -8}, "--num-gpus -8"),
+    ("bad-value", {"cp_size": True}, "--cp-size True"),
+    ("bad-value", {"per_device_train_batch_size": -1}, "--per-device-train-batch-size -1"),
+    ("bad-value", {"backend": "megatron"}, "--backend 'megatron'"),
+    ("bad-value", {"dtype": "float16"}, "--dtype 'float16'"),
+    ("absurd-value", {"max_length": 2**40}, "a unit wrong"),
+    ("absurd-value", {"max_length": 2**29, "per_device_train_batch_size": 64}, "a unit wrong"),
+    ("absurd-value", {"num_gpus": 2**20}, "--num-gpus"),
+    ("bad-gpus-per-node", {"num_gpus": 4, "gpus_per_node": 8}, "Use at most 4"),
+    ("bad-gpus-per-node", {"num_gpus": 6, "gpus_per_node": 4}, "no multiple"),
+    ("single-backend", {"backend": "single", "num_gpus": 4}, "--backend fsdp2"),
+    ("single-backend", {"cp_size": 2}, "one GPU"),
+    ("sizes-do-not-multiply", {"num_gpus": 8, "cp_size": 3}, "divide 8: 1, 2, 4, 8"),
+    ("sizes-do-not-multiply", {"num_gpus": 8, "cp_size": 2, "dp_shard_size": 2}, "the product must equal"),
+    ("cp-with-sp", {"num_gpus": 4, "cp_size": 2, "sp_size": 2}, "not by both"),
+    ("sp-backend", {"num_gpus": 4, "sp_size": 2}, "--backend deepspeed"),
+    ("cp-backend", {"num_gpus": 4, "cp_size": 2, "backend": "deepspeed"}, "--backend fsdp2"),
+    ("sp-heads", {"num_gpus": 4, "sp_size": 4, "backend": "deepspeed"}, "Legal sizes: 3, 6"),
+    ("length-multiple", {"num_gpus": 8, "cp_size": 8, "max_length": 1_000_001}, "Use --max-length 1000000 or 1000016"),
+    ("length-multiple", {"num_gpus": 8, "cp_size": 8, "max_length": 5}, "Use --max-length 16"),
+    ("cp-packing", {"num_gpus": 2, "cp_size": 2, "packing": True}, "--no-packing"),
+    ("cp-attention", {"num_gpus": 2, "cp_size": 2, "attn_implementation": "flash_attention_2"}, "sdpa"),
+    ("offload-without-checkpointing", {"offload_activations": True, "activation_checkpointing": "none"}, "full"),
+    ("unknown-optim", {"optim": "lion"}, "adamw_torch_fused"),
+]
+
+
+@pytest.mark.parametrize(("code", "changes", "message"), REFUSALS)
+def test_refusals(code: str, changes: dict[str, Any], message: str) -> None:
+    given = {"max_length": 4096, "gpu": "h200"} | changes
+    with pytest.raises(PlanError, match=message) as caught:
+        resolve(tiny_spec(), given, usual_gpus_per_node=8)
+    assert caught.value.code == code
+
+
+def test_a_windowed_model_never_gets_context_parallelism() -> None:
+    for name in ("openai/gpt-oss-20b", "google/gemma-3-4b-pt"):
+        with pytest.raises(PlanError, match="sliding_attention.*full attention"):
+            plan_of(load_model(name), max_length=4096, num_gpus=2, cp_size=2)
+
+
+def test_legal_ulysses_sizes_are_accepted() -> None:
+    plan = plan_of(tiny_spec(), max_length=4096 * 3, num_gpus=3, sp_size=3, backend="deepspeed")
+    assert plan.length_multiple == 3
