@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from lcplan.estimators import formula, runtime, weights
+from lcplan.estimators import formula, weights
 from lcplan.estimators._item import ITEMS
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
@@ -25,7 +25,6 @@ from lcplan.train_plan import TrainPlan
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
     "NCCL communicators and their buffers (not measured yet)",
-    "allocator fragmentation beyond the CUDA context: a plan with little headroom may still run out",
     "evaluation and the gathering of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )
@@ -66,7 +65,8 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     worst = by_rank[rank]
     totals = worst.totals()
     peak_phase = max(totals, key=lambda phase: totals[phase])
-    device_peak = totals[peak_phase] + runtime.cuda_context()
+    on_top = formula.on_top(totals[peak_phase])
+    device_peak = totals[peak_phase] + sum(on_top.values())
     host = _host(spec, plan)
     return MemoryReport(
         lcplan_version=lcplan_version(),
@@ -83,7 +83,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
         headroom_bytes=gpu.usable_bytes - device_peak,
         host=host,
         disk=_disk(spec, plan),
-        items=_items(worst, formula.host_items(spec, plan)),
+        items=_items(worst, on_top, formula.host_items(spec, plan)),
         phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
         rope=rope,
         warnings=tuple(_warnings(spec, plan, host, rope is not None)),
@@ -103,14 +103,14 @@ def _model_summary(spec: ModelSpec) -> ModelSummary:
     )
 
 
-def _items(worst: formula.Instants, host_bytes: dict[str, int]) -> tuple[MemoryItem, ...]:
+def _items(worst: formula.Instants, on_top: dict[str, int], host_bytes: dict[str, int]) -> tuple[MemoryItem, ...]:
     """Group the instants' values: the same key and size over several phases is one item."""
     phases: dict[tuple[str, int], list[str]] = {}
     for phase, alive in worst.phases.items():
         for key, num_bytes in alive.items():
             phases.setdefault((key, num_bytes), []).append(phase)
     items = [_item(key, num_bytes, tuple(where)) for (key, num_bytes), where in phases.items()]
-    items.append(_item(runtime.cuda_context.key, runtime.cuda_context(), (DEVICE,)))
+    items.extend(_item(key, num_bytes, (DEVICE,)) for key, num_bytes in on_top.items())
     items.extend(_item(key, num_bytes, ("host",), on_host=True) for key, num_bytes in host_bytes.items() if num_bytes)
     return tuple(items)
 

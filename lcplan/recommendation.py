@@ -14,7 +14,7 @@ from pydantic import Field
 from lcplan._record import Record
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
-from lcplan.estimators import formula, runtime
+from lcplan.estimators import formula
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
@@ -152,7 +152,7 @@ def _longest(spec: ModelSpec, given: dict[str, Any], gpu: GpuSpec) -> TrainPlan 
 def _device_peak(spec: ModelSpec, plan: TrainPlan) -> int:
     ranks = {0, min(1, plan.cp_size - 1), plan.cp_size - 1}
     worst = max(max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in ranks)
-    return worst + runtime.cuda_context()
+    return worst + sum(formula.on_top(worst).values())
 
 
 def _host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:

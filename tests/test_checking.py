@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from lcplan.checking import check_rows, load_rows
+from lcplan.checking import MeasuredRow, check_rows, load_rows, row_plan, row_spec
 from lcplan.errors import InputError
+from lcplan.estimators import formula
 
+CAPACITY = resources.files("lcplan.measured") / "capacity.jsonl"
 DENSE = {f"m{n:03d}" for n in (*range(1, 20), 22, 23, 24, 29, 30, 31, 33, 34)}
 """Rows without LoRA, selective checkpointing, TRL's own offloading or experts."""
 
@@ -59,3 +62,18 @@ def test_broken_rows_are_refused(tmp_path: Path, text: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_rows(tmp_path / "none.jsonl")
+
+
+def test_a_plan_called_fitting_ran_in_every_capacity_study() -> None:
+    """Predicted peak and slack reach the smallest capacity at which the step still ran (expandable segments)."""
+    rows = [json.loads(line) for line in CAPACITY.read_text("utf-8").splitlines()]
+    studied = [row for row in rows if row["expandable_segments"]]
+    assert len(studied) >= 6
+    for data in studied:
+        row = MeasuredRow.model_validate(data)
+        spec = row_spec(row)
+        peak = max(formula.instants(spec, row_plan(row, spec)).totals().values())
+        allowed = peak + formula.on_top(peak)["runtime.allocator_slack"]
+        assert allowed >= data["measured"]["largest_failed_capacity_bytes"], row.id
+        assert allowed * 1.002 >= data["measured"]["smallest_capacity_bytes"], row.id
+        assert peak == pytest.approx(data["measured"]["peak_allocated_bytes"], rel=3e-3)

@@ -65,6 +65,7 @@ EVEN = SHAPE | {"kv_heads": HEADS}
         (host.load_copies(num_parameters=10, dtype_bytes=4), 40),
         (runtime.cublas_workspace(), 67_108_864),
         (runtime.cuda_context(), 957_153_280),
+        (runtime.allocator_slack(peak_allocated_bytes=1001), 35),
     ],
 )  # fmt: skip
 def test_item_by_hand(value: int, expected: int) -> None:

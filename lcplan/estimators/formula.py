@@ -337,6 +337,14 @@ def _optimizer_step(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
     return alive
 
 
+def on_top(peak_allocated_bytes: int) -> Alive:
+    """What lies on top of the allocated peak; with it the sum is the device peak."""
+    return {
+        runtime.cuda_context.key: runtime.cuda_context(),
+        runtime.allocator_slack.key: runtime.allocator_slack(peak_allocated_bytes=peak_allocated_bytes),
+    }
+
+
 def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     """Host bytes of one rank (pinned) and of one node (load copies)."""
     s = _Sizes(spec, plan)
