@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from lcplan.cli import check, estimate, listing, recommend
+from lcplan.cli import check, estimate, listing, recommend, run
 from lcplan.errors import LcplanError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("estimate")(estimate.command)
 app.command("recommend")(recommend.command)
+app.command("run")(run.command)
 app.command("check")(check.command)
 app.command("list")(listing.command)
 

@@ -73,7 +73,7 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
 class _Sizes:
     """Integers of one (model, plan) pair that several items share."""
 
-    def __init__(self, spec: ModelSpec, plan: TrainPlan) -> None:
+    def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
         self.fsdp = plan.backend == "fsdp2"
         self.ranks = plan.shard_size
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
@@ -88,6 +88,10 @@ class _Sizes:
         self.checkpointing = plan.activation_checkpointing == "full"
         self.offload = plan.offload_activations and self.checkpointing
         self.ring = plan.cp_size > 1
+        self.rank = rank
+        self.copies_output = self.ring and rank < plan.cp_size - 1
+        self.holds_tied_head = self.tied and (self.fsdp or plan.gradient_accumulation_steps > 1)
+        self.accumulates = plan.gradient_accumulation_steps > 1
 
 
 def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
@@ -97,14 +101,14 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
         PlanError: when the plan is outside what the formulas cover.
     """
     check_covered(spec, plan)
-    sizes = _Sizes(spec, plan)
+    sizes = _Sizes(spec, plan, rank)
     result: dict[str, Alive] = {}
     result["forward"] = _forward(spec, plan, sizes)
     result["loss"] = _loss(spec, plan, sizes)
     last = sizes.layers - 1
     for index in sorted({last, max(last - 1, 0), min(1, last), 0}, reverse=True):
-        result[f"backward[{index}].mlp"] = _mlp(spec, plan, sizes, rank, index)
-        result[f"backward[{index}].attention"] = _attention(spec, plan, sizes, rank, index)
+        result[f"backward[{index}].mlp"] = _mlp(spec, plan, sizes, index)
+        result[f"backward[{index}].attention"] = _attention(spec, plan, sizes, index)
     result["backward.embedding"] = _embedding(spec, plan, sizes)
     result["optimizer_step"] = _optimizer_step(spec, plan, sizes)
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
@@ -122,12 +126,16 @@ def _states(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
     }
 
 
-def _accumulated(spec: ModelSpec, plan: TrainPlan, s: _Sizes, done: int) -> Alive:
-    if plan.gradient_accumulation_steps == 1:
-        return {}
-    left = spec.num_parameters - done
-    item = gradients.accumulated
-    return {item.key: item(num_parameters=left, dtype_bytes=s.gradient_bytes)}
+def _gradients(spec: ModelSpec, s: _Sizes, done: int, current: int) -> Alive:
+    """Gradients of ``done`` parameters, and of ``current`` ones that the running layer has made so far."""
+    if s.accumulates:
+        kept = gradients.accumulated(num_parameters=spec.num_parameters, dtype_bytes=s.gradient_bytes)
+        return {gradients.accumulated.key: kept}
+    per_parameter = weights.FP32_BYTES if s.fsdp else s.gradient_bytes
+    return {
+        gradients.finished.key: gradients.finished(num_parameters=done, dtype_bytes=per_parameter, ranks=s.ranks),
+        gradients.current_layer.key: gradients.current_layer(num_parameters=current, dtype_bytes=s.gradient_bytes),
+    }
 
 
 def _step_wide(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
@@ -160,7 +168,7 @@ def _stored_inputs(spec: ModelSpec, s: _Sizes, count: int) -> Alive:
 
 
 def _recomputed(spec: ModelSpec, s: _Sizes, tokens: int) -> Alive:
-    """Everything one layer saves for ``tokens`` tokens."""
+    """Everything one layer saves for ``tokens`` tokens, before its backward begins."""
     h, k, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     hidden = spec.hidden_size
     alive = {
@@ -173,6 +181,8 @@ def _recomputed(spec: ModelSpec, s: _Sizes, tokens: int) -> Alive:
     }
     if spec.qk_norm == "head":
         alive[attention.qk_norm.key] = attention.qk_norm(tokens=tokens, heads=h, kv_heads=k, head_dim=d)
+    if s.copies_output:
+        alive[attention.output_copy.key] = attention.output_copy(tokens=tokens, heads=h, head_dim=d)
     if s.float32:
         # the mid-layer sum is the second norm's saved input; without checkpointing so is the layer's own input
         copies = 1 if s.checkpointing else 2
@@ -193,7 +203,7 @@ def _forward(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
         )
     if s.fsdp:
         alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=s.layer, num_layers=2)
-    return alive | _accumulated(spec, plan, s, 0)
+    return alive | _gradients(spec, s, done=0, current=0)
 
 
 def _loss(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
@@ -210,20 +220,26 @@ def _loss(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
             vocab_size=vocab, hidden_size=hidden, float32=s.float32
         )
         alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=s.tokens)
-    return alive | _accumulated(spec, plan, s, 0)
+        if s.float32:
+            alive[loss_head.casts.key] = loss_head.casts(tokens=s.tokens, hidden_size=hidden)
+    if s.float32 and not s.checkpointing:
+        every = s.layers * (spec.layers[0].attention + 3 * hidden * spec.intermediate_size)
+        alive[weights.autocast_copies.key] = weights.autocast_copies(layer_weight_parameters=every)
+    return alive | _gradients(spec, s, done=0, current=0)
 
 
-def _layer_backward(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> Alive:
+def _layer_backward(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int, current: int) -> Alive:
     """What is alive in the backward of layer ``index`` whatever part of it runs."""
     alive = _step_wide(spec, plan, s) | _stored_inputs(spec, s, index + (1 if s.checkpointing else 0))
-    last = s.layers - 1
-    done = (last - index) * s.layer + (0 if s.fsdp and s.tied else s.head)
-    alive[gradients.finished.key] = gradients.finished(
-        num_parameters=done, dtype_bytes=weights.FP32_BYTES if s.fsdp else s.gradient_bytes, ranks=s.ranks
-    )
-    if s.fsdp:
-        alive |= _fsdp_backward(spec, s, index)
-    return alive | _accumulated(spec, plan, s, done)
+    done = (s.layers - 1 - index) * s.layer + (0 if s.holds_tied_head else s.head)
+    alive |= _gradients(spec, s, done, current) | _tied_head(s)
+    return alive | _fsdp_backward(spec, s, index) if s.fsdp else alive
+
+
+def _tied_head(s: _Sizes) -> Alive:
+    if not s.holds_tied_head:
+        return {}
+    return {gradients.tied_head.key: gradients.tied_head(head_parameters=s.head, dtype_bytes=s.gradient_bytes)}
 
 
 def _fsdp_backward(spec: ModelSpec, s: _Sizes, index: int) -> Alive:
@@ -235,8 +251,6 @@ def _fsdp_backward(spec: ModelSpec, s: _Sizes, index: int) -> Alive:
         alive[weights.gathered_embedding.key] = weights.gathered_embedding(
             embedding_parameters=spec.embedding_parameters
         )
-    if s.tied:
-        alive[gradients.tied_head.key] = gradients.tied_head(head_parameters=s.head)
     previous_unit = s.layer if index < s.layers - 1 else (0 if s.tied else s.head)
     scatter = gradients.reduce_scatter_input
     alive[scatter.key] = scatter(unit_parameters=previous_unit)
@@ -248,10 +262,13 @@ def _residual(spec: ModelSpec, s: _Sizes, copies: int) -> Alive:
     return {item.key: item(tokens=s.tokens, hidden_size=spec.hidden_size, dtype_bytes=s.compute_bytes, copies=copies)}
 
 
-def _autocast(spec: ModelSpec, s: _Sizes, with_mlp: bool) -> Alive:
+def _autocast(spec: ModelSpec, s: _Sizes, index: int, *, with_mlp: bool) -> Alive:
+    """Bf16 copies in the backward of layer ``index``; the layers below it have theirs only without checkpointing."""
     if not s.float32:
         return {}
-    copied = spec.layers[0].attention + (2 * spec.hidden_size * spec.intermediate_size if with_mlp else 0)
+    of_attention, of_mlp = spec.layers[0].attention, spec.hidden_size * spec.intermediate_size
+    below = 0 if s.checkpointing else index * (of_attention + 3 * of_mlp)
+    copied = below + of_attention + (2 * of_mlp if with_mlp else 0)
     return {weights.autocast_copies.key: weights.autocast_copies(layer_weight_parameters=copied)}
 
 
@@ -264,26 +281,19 @@ def _merge(*parts: Alive) -> Alive:
     return total
 
 
-def _mlp(spec: ModelSpec, plan: TrainPlan, s: _Sizes, rank: int, index: int) -> Alive:
+def _mlp(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> Alive:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     own: Alive = {
         activations.mlp_backward.key: activations.mlp_backward(tokens=s.tokens, intermediate_size=inner),
-        gradients.current_layer.key: gradients.current_layer(
-            num_parameters=hidden * inner, dtype_bytes=s.gradient_bytes
-        ),
     }
-    if s.ring and rank < plan.cp_size - 1:
-        own[attention.output_copy.key] = attention.output_copy(
-            tokens=s.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim
-        )
     recomputed = _recomputed(spec, s, s.tokens)
     # float32 offload: the unpacked layer input is what the first norm saved
     copies = 2 if s.float32 and s.offload else 1
-    common = _layer_backward(spec, plan, s, index)
-    return _merge(common, recomputed, own, _residual(spec, s, copies), _autocast(spec, s, with_mlp=True))
+    common = _layer_backward(spec, plan, s, index, current=hidden * inner)
+    return _merge(common, recomputed, own, _residual(spec, s, copies), _autocast(spec, s, index, with_mlp=True))
 
 
-def _attention(spec: ModelSpec, plan: TrainPlan, s: _Sizes, rank: int, index: int) -> Alive:
+def _attention(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> Alive:
     h, k, d, hidden = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.hidden_size
     shape: dict[str, Any] = {"tokens": s.tokens, "heads": h, "kv_heads": k, "head_dim": d}
     own: Alive = {
@@ -291,9 +301,6 @@ def _attention(spec: ModelSpec, plan: TrainPlan, s: _Sizes, rank: int, index: in
             tokens=s.tokens, hidden_size=hidden, num_norms=1, float32=s.float32, num_linears=3
         ),
         attention.saved.key: attention.saved(**shape),
-        gradients.current_layer.key: gradients.current_layer(
-            num_parameters=spec.layers[0].mlp + hidden + h * d * hidden, dtype_bytes=s.gradient_bytes
-        ),
     }
     if spec.qk_norm == "head":
         own[attention.qk_norm.key] = attention.qk_norm(**shape)
@@ -302,39 +309,32 @@ def _attention(spec: ModelSpec, plan: TrainPlan, s: _Sizes, rank: int, index: in
             tokens=s.tokens, kv_heads=k, head_dim=d, cp_size=plan.cp_size,
             allgather=plan.cp_comm_strategy == "allgather",
         )  # fmt: skip
-        own[attention.ring_backward.key] = attention.ring_backward(first_rank=rank == 0, **shape)
+        own[attention.ring_backward.key] = attention.ring_backward(first_rank=s.rank == 0, **shape)
     else:
         own[attention.backward.key] = attention.backward(**shape)
     copies = (2 if s.offload or not s.checkpointing else 1) if s.float32 else 1
-    common = _layer_backward(spec, plan, s, index)
-    return _merge(common, own, _residual(spec, s, copies), _autocast(spec, s, with_mlp=False))
+    made = spec.layers[0].mlp + hidden + h * d * hidden
+    common = _layer_backward(spec, plan, s, index, current=made)
+    return _merge(common, own, _residual(spec, s, copies), _autocast(spec, s, index, with_mlp=False))
 
 
 def _embedding(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    done = s.layers * s.layer + (0 if s.fsdp and s.tied else s.head)
     table = spec.embedding_parameters
-    alive = _step_wide(spec, plan, s)
-    alive[gradients.finished.key] = gradients.finished(
-        num_parameters=done, dtype_bytes=weights.FP32_BYTES if s.fsdp else s.gradient_bytes, ranks=s.ranks
+    done = s.layers * s.layer + (0 if s.holds_tied_head else s.head)
+    alive = _step_wide(spec, plan, s) | _gradients(spec, s, done, current=0) | _tied_head(s)
+    alive[gradients.embedding.key] = gradients.embedding(
+        embedding_parameters=table, dtype_bytes=s.gradient_bytes, tied=s.tied
     )
-    alive[gradients.embedding.key] = gradients.embedding(embedding_parameters=table, dtype_bytes=s.gradient_bytes)
     if s.fsdp:
-        if s.tied:
-            alive[gradients.tied_head.key] = gradients.tied_head(head_parameters=s.head)
-        else:
+        if not s.tied:
             alive[weights.gathered_embedding.key] = weights.gathered_embedding(embedding_parameters=table)
         alive[gradients.reduce_scatter_input.key] = gradients.reduce_scatter_input(unit_parameters=s.layer)
-    return _merge(alive, _residual(spec, s, 1), _accumulated(spec, plan, s, done))
+    # tied: the hidden states' gradient is gone when the two gradients of the table are summed
+    return _merge(alive, _residual(spec, s, copies=0 if s.tied else 1))
 
 
 def _optimizer_step(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    alive = _states(spec, plan, s)
-    alive[gradients.finished.key] = gradients.finished(
-        num_parameters=spec.num_parameters,
-        dtype_bytes=weights.FP32_BYTES if s.fsdp else s.gradient_bytes,
-        ranks=s.ranks,
-    )
-    return alive
+    return _states(spec, plan, s) | _gradients(spec, s, spec.num_parameters, current=0)
 
 
 def on_top(peak_allocated_bytes: int) -> Alive:
@@ -347,7 +347,7 @@ def on_top(peak_allocated_bytes: int) -> Alive:
 
 def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     """Host bytes of one rank (pinned) and of one node (load copies)."""
-    s = _Sizes(spec, plan)
+    s = _Sizes(spec, plan, rank=0)
     pinned = host.pinned_layer_inputs(
         num_layers=s.layers if s.offload else 0,
         tokens=s.tokens,

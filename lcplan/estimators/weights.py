@@ -86,11 +86,12 @@ def gathered_head(*, head_parameters: int) -> int:
 
 @item("weights.autocast_copies", "temporary")
 def autocast_copies(*, layer_weight_parameters: int) -> int:
-    """Bf16 copies of float32 weights that autocast keeps for one layer's backward.
+    """Bf16 copies of float32 weights that autocast keeps for the backward.
 
-    Norms are not cast, and down_proj's copy is gone when the others peak.
+    Norms are not cast. In the layer that runs, down_proj's copy is gone in the MLP's backward, the MLP's in the
+    attention's. Without checkpointing every layer still to come keeps all of its copies.
 
-    Formula: ``2*(P_attention + 2*H*I)``
+    Formula: ``2*(P_attention + 2*H*I)``, ``2*P_attention``; layers to come: ``2*(P_attention + 3*H*I)``
     Live in: backward of a layer (float32 weights on one GPU)
     Rounding: exact
     Ignores: nothing
