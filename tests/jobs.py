@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lcplan
 from lcplan.backends.job import DataSource, JobSpec, ModelSource, TokenizerSource
 from lcplan.presets import load_preset
 from lcplan.train_plan import TrainPlan
+
+ROOT = str(Path(lcplan.__file__).parent.parent)
+"""For PYTHONPATH of the processes that need lcplan; a job's own must do without."""
 
 
 def small_job(*, plan: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **fields: Any) -> JobSpec:

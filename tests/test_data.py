@@ -164,7 +164,7 @@ def test_what_data_may_name(tmp_path):
 
 
 def test_text_that_is_too_short_in_any_tokenizer_is_refused_before_the_job(tmp_path):
-    plan = TrainPlan(max_length=1000, gpu="h200", per_device_train_batch_size=2)
+    plan = TrainPlan(max_length=1000, gpu="h200", per_device_train_batch_size=1, gradient_accumulation_steps=2)
     (tmp_path / "a.txt").write_text("x" * 1998, encoding="utf-8")
     source = inputs.parse_data(str(tmp_path))
     with pytest.raises(DataError, match=r"at most 1,999 tokens.*needs 2,000 \(2 rows of 1,000\)") as caught:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jobs import contents, fsdp2_job, run_python, small_job
+from jobs import ROOT, contents, fsdp2_job, run_python, small_job
 
 from lcplan.backends import fsdp2, job, launch, single
 from lcplan.backends.job import DataSource, ModelSource, TokenizerSource, render_job
@@ -358,7 +358,7 @@ def test_a_signal_reaches_the_job_and_its_children(tmp_path):
         "import os, sys; from pathlib import Path; from lcplan.backends import launch; "
         f"sys.exit(launch.stream([sys.executable, '-c', {parent!r}], Path({str(tmp_path)!r}), dict(os.environ)))"
     )
-    running = subprocess.Popen([sys.executable, "-c", code])
+    running = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT})
     deadline = time.monotonic() + 20
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Literal
 
-from lcplan.backends.job import DataSource, ModelSource, TokenizerSource
+from lcplan.backends.job import DataSource, Init, ModelSource, TokenizerSource
 from lcplan.backends.templates import data as job_data
 from lcplan.errors import DataError, ModelError
 from lcplan.model_spec import ModelSpec
@@ -16,22 +16,20 @@ PYTHON_DOCS = "python-docs"
 TRAINED_VOCAB_SIZE = 8192
 """Tokens of the small tokenizer that is trained where there is none, unless the model has fewer."""
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 
 
-def parse_data(
-    text: str, *, text_column: str = "text", split: str = "train", config: str | None = None
-) -> DataSource:
+def parse_data(text: str, *, text_column: str = "text", split: str = "train", config: str | None = None) -> DataSource:
     """What ``--data`` names: ``python-docs``, a file or folder that exists, or else a Hub dataset."""
     if text == PYTHON_DOCS:
         return DataSource(kind="python-docs")
-    path = Path(text).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(text))  # noqa: PTH111  (pathlib raises for an unknown user, and
+    if text.strip() and os.path.exists(path):  # noqa: PTH110  for a name that is too long)
         return DataSource(kind="files", paths=(str(path.resolve()),), text_column=text_column)
     if not _HUB_NAME.fullmatch(text) or path.suffix.lower() in job_data.TEXT_SUFFIXES:
         raise DataError(
             "data-not-found",
-            f"--data {text!r} does not exist. Give a .txt, .jsonl or .parquet file, a folder of them, or "
+            f"--data {text!r:.200} does not exist. Give a .txt, .jsonl or .parquet file, a folder of them, or "
             "the name of a Hub dataset such as emozilla/pg19.",
         )
     return DataSource(kind="hub", name=text, config=config, split=split, text_column=text_column)
@@ -52,21 +50,19 @@ def check_data(source: DataSource, plan: TrainPlan) -> None:
     if any(path.suffix.lower() == ".parquet" for path in found):
         return  # compressed: its size says nothing
     most_tokens = sum(path.stat().st_size + 1 for path in found)
-    min_rows = plan.per_device_train_batch_size * plan.dp_replicate_size * plan.dp_shard_size
+    rows_at_once = plan.per_device_train_batch_size * plan.dp_replicate_size * plan.dp_shard_size
+    min_rows = rows_at_once * plan.gradient_accumulation_steps
     if most_tokens < min_rows * plan.max_length:
-        message = job_data.too_short(
-            most_tokens, max_length=plan.max_length, min_rows=min_rows, bound="at most "
-        )
+        message = job_data.too_short(most_tokens, max_length=plan.max_length, min_rows=min_rows, bound="at most ")
         raise DataError("data-too-short", message)
 
 
-def model_source(
-    model: ModelSpec, *, init: Literal["pretrained", "random"], weights: str | None, revision: str | None
-) -> ModelSource:
-    """Where the weights come from; a folder must hold some."""
-    name = weights or model.id
-    folder = Path(name).expanduser()
-    if init == "pretrained" and folder.is_dir():
+def model_source(model: ModelSpec, *, init: Init, revision: str | None = None) -> ModelSource:
+    """Where the weights come from; the folder of a model named by its path must hold some."""
+    name = model.id
+    path = Path(name).expanduser()
+    folder = path.parent if path.is_file() else path
+    if init == "pretrained" and (folder / "config.json").is_file():
         if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
             raise ModelError(
                 "weights-missing",

@@ -20,6 +20,7 @@ from pydantic import Field
 from lcplan._record import Record
 from lcplan.backends import fsdp2, single
 from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.ledger import RopeParameters
 from lcplan.train_plan import TrainPlan
 from lcplan.units import format_bytes
 
@@ -31,6 +32,7 @@ TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 
 Device = Literal["gpu", "cpu"]
+Init = Literal["pretrained", "random"]
 
 
 class ModelSource(Record):
@@ -38,7 +40,7 @@ class ModelSource(Record):
 
     id: str
     """Hub id or folder; with ``init="random"`` only a name."""
-    init: Literal["pretrained", "random"] = "pretrained"
+    init: Init = "pretrained"
     revision: str | None = None
     config: dict[str, Any] | None = Field(default=None, repr=False)
     """The whole config.json; needed to start from random weights."""
@@ -90,15 +92,15 @@ class JobSpec(Record):
 
     plan: TrainPlan
     model: ModelSource
-    rope: dict[str, Any] | None = None
-    """rope_type, factor, rope_theta and original_max_position_embeddings; None leaves the model's own."""
+    rope: RopeParameters | None = None
+    """None leaves the model's own."""
     max_position_embeddings: int = Field(gt=0)
     data: DataSource
     tokenizer: TokenizerSource
     training: TrainingOptions = TrainingOptions()
     prediction: dict[str, int] | None = None
     device: Device = "gpu"
-    stack: dict[str, str] = Field(default_factory=dict)
+    stack: dict[str, str | None] = Field(default_factory=dict)
     """Versions that the plan was made for."""
 
 
@@ -158,6 +160,7 @@ def readme_text(job: JobSpec) -> str:
         job=job,
         command=shlex.join(COMMAND),
         plan=job.plan.model_dump(mode="json"),
+        rope=job.rope and job.rope.model_dump(mode="json"),
         config=accelerate_config(job),
     )
 

@@ -79,9 +79,7 @@ def check_gpus(*, num_gpus: int, gpus_per_node: int) -> list[str]:
         )
     names = visible_gpus()
     if len(names) < num_gpus:
-        here = (
-            "no CUDA GPU is visible" if not names else f"{len(names)} GPU(s) are visible: {', '.join(names)}"
-        )
+        here = "no CUDA GPU is visible" if not names else f"{len(names)} GPU(s) are visible: {', '.join(names)}"
         raise EnvironmentProblem(
             "no-gpu" if not names else "too-few-gpus",
             f"the plan needs {num_gpus} GPU(s), and {here}. Render the folder with --dry-run and start it "

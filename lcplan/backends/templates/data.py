@@ -33,16 +33,12 @@ def find_files(paths: Iterable[str]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file())
             if not inside:
-                raise DataError(
-                    f"{path} holds no {', '.join(TEXT_SUFFIXES)} file. Point --data at one that does."
-                )
+                raise DataError(f"{path} holds no {', '.join(TEXT_SUFFIXES)} file. Point --data at one that does.")
             found += inside
         elif not path.is_file():
             raise DataError(f"{path} does not exist. Give a file, a folder or the name of a Hub dataset.")
         elif path.suffix.lower() not in TEXT_SUFFIXES:
-            raise DataError(
-                f"{path} is not a {', '.join(TEXT_SUFFIXES)} file. Convert it, or name one that is."
-            )
+            raise DataError(f"{path} is not a {', '.join(TEXT_SUFFIXES)} file. Convert it, or name one that is.")
         else:
             found.append(path)
     return found
@@ -105,9 +101,7 @@ def _column(record: Any, column: str, where: str) -> str:
     if isinstance(text, str):
         return text
     keys = ", ".join(map(str, record)) if isinstance(record, dict) else "none"
-    raise DataError(
-        f"{where} has no text in column {column!r} (columns: {keys}). Name the column with --text-column."
-    )
+    raise DataError(f"{where} has no text in column {column!r} (columns: {keys}). Name the column with --text-column.")
 
 
 def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
@@ -130,9 +124,7 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
         raise DataError(f"{path} is not a readable parquet file: {error}") from None
     if column not in file.schema_arrow.names:
         names = ", ".join(file.schema_arrow.names)
-        raise DataError(
-            f"{path} has no column {column!r} (columns: {names}). Name the column with --text-column."
-        )
+        raise DataError(f"{path} has no column {column!r} (columns: {names}). Name the column with --text-column.")
     for batch in file.iter_batches(batch_size=TEXTS_PER_BATCH, columns=[column]):
         for text in batch.column(0).to_pylist():
             yield _column({column: text}, column, f"a row of {path}")
@@ -219,9 +211,7 @@ def write_rows(
             if max_rows is not None:
                 full_rows = min(full_rows, max_rows - num_rows)
             if full_rows:
-                writer.write_batch(
-                    pa.record_batch([_row_array(pending, full_rows, max_length)], schema=schema)
-                )
+                writer.write_batch(pa.record_batch([_row_array(pending, full_rows, max_length)], schema=schema))
                 pending = pending[full_rows * max_length :]
                 num_rows += full_rows
             if num_rows == max_rows:

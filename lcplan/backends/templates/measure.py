@@ -88,9 +88,7 @@ def step_text(step: dict[str, Any]) -> str:
     """One step in a line."""
     peak = step["peak_allocated_bytes"]
     memory = "" if peak is None else f", peak {peak / 2**30:.2f} GiB"
-    return (
-        f"loss {step['loss']:.4f}, {step['step_s']:.2f} s, {step['tokens_per_second']:,.0f} tokens/s{memory}"
-    )
+    return f"loss {step['loss']:.4f}, {step['step_s']:.2f} s, {step['tokens_per_second']:,.0f} tokens/s{memory}"
 
 
 def pinned_peak_bytes() -> int | None:

@@ -69,7 +69,7 @@ def fill_weights(model: PreTrainedModel, std: float, device: torch.device) -> No
         for weight in own:
             if weight.dim() < 2:
                 weight.zero_()
-            elif weight.device == device:
+            elif weight.device.type == device.type:
                 weight.normal_(0.0, std)
             else:
                 weight.copy_(torch.empty_like(weight, device=device).normal_(0.0, std))

@@ -78,9 +78,7 @@ def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "dataloader_drop_last": True,
     }
     if unknown := sorted(set(arguments) - set(fields)):
-        raise JobError(
-            f"trl {trl.__version__} does not know {', '.join(unknown)}. Install a release that does."
-        )
+        raise JobError(f"trl {trl.__version__} does not know {', '.join(unknown)}. Install a release that does.")
     return arguments
 
 
@@ -103,9 +101,8 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
         asked["offload"] = True
     if plan["checkpoint_every_n_layers"] > 1:
         asked["every_n_layers"] = plan["checkpoint_every_n_layers"]
-    enable = getattr(
-        PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
-    )
+    newer_name = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    enable = newer_name or PreTrainedModel.gradient_checkpointing_enable
     if unknown := sorted(set(asked) - set(inspect.signature(enable).parameters)):
         raise JobError(
             f"transformers {transformers.__version__} cannot checkpoint with {', '.join(unknown)}. "
@@ -118,30 +115,30 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
     return asked or None
 
 
-def data_parallel_size(plan: dict[str, Any]) -> int:
-    """Ranks that see different rows."""
-    return plan["dp_replicate_size"] * plan["dp_shard_size"]
+def rows_per_step(plan: dict[str, Any]) -> int:
+    """Rows of one optimizer step over all ranks."""
+    data_parallel_size = plan["dp_replicate_size"] * plan["dp_shard_size"]
+    return plan["per_device_train_batch_size"] * data_parallel_size * plan["gradient_accumulation_steps"]
 
 
-def load_data(
-    job: dict[str, Any], vocab_size: int, state: PartialState
-) -> tuple[Any, Dataset, dict[str, int] | None]:
-    """Tokenizer and rows; rank 0 makes them, the others read them from the job folder."""
+def load_data(job: dict[str, Any], vocab_size: int, state: PartialState) -> tuple[Any, Dataset, dict[str, int] | None]:
+    """Tokenizer and rows of whole steps; rank 0 makes them, the others read them from the job folder."""
     plan, max_steps = job["plan"], job["training"]["max_steps"]
+    step_rows = rows_per_step(plan)
     made = None
     if state.is_main_process:
-        rows_at_once = plan["per_device_train_batch_size"] * data_parallel_size(plan)
         made = data.write_rows(
             job["data"],
             make_tokenizer(job, vocab_size),
             HERE / "rows.arrow",
             max_length=row_length(plan),
-            min_rows=rows_at_once,
-            max_rows=max_steps and max_steps * rows_at_once * plan["gradient_accumulation_steps"],
+            min_rows=step_rows,
+            max_rows=max_steps and max_steps * step_rows,
         )
         print(f"Data: {made['num_rows']:,} rows of {row_length(plan):,} tokens.", flush=True)
     state.wait_for_everyone()
-    return load_tokenizer(job), Dataset.from_file(str(HERE / "rows.arrow")), made
+    rows = Dataset.from_file(str(HERE / "rows.arrow"))
+    return load_tokenizer(job), rows.select(range(len(rows) - len(rows) % step_rows)), made
 
 
 def row_length(plan: dict[str, Any]) -> int:
@@ -171,9 +168,7 @@ def make_tokenizer(job: dict[str, Any], vocab_size: int) -> Any:
             "some ids have no embedding. Name the model's own tokenizer with --tokenizer."
         )
     if tokenizer.eos_token_id is None:
-        raise JobError(
-            "the tokenizer has no end-of-text token, which parts the texts. Name another with --tokenizer."
-        )
+        raise JobError("the tokenizer has no end-of-text token, which parts the texts. Name another with --tokenizer.")
     return tokenizer
 
 
@@ -229,12 +224,8 @@ def main(job: dict[str, Any]) -> int:
         for name in ("result.json", "events.jsonl"):
             (HERE / name).unlink(missing_ok=True)
     plan = job["plan"]
-    rows = (
-        plan["per_device_train_batch_size"] * plan["gradient_accumulation_steps"] * data_parallel_size(plan)
-    )
-    recorder = measure.StepRecorder(
-        HERE, tokens_per_step=rows * row_length(plan), on_gpu=job["device"] == "gpu"
-    )
+    tokens = rows_per_step(plan) * row_length(plan)
+    recorder = measure.StepRecorder(HERE, tokens_per_step=tokens, on_gpu=job["device"] == "gpu")
     exit_code, error, result = 0, None, {}
     try:
         result = run(job, recorder)
