@@ -134,6 +134,12 @@ def read_job(
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     values = (dict(base.plan) if base else {}) | given
     gpu = values.get("gpu")
+    if base is not None and gpu == base.device == "cpu":
+        raise InputError(
+            "cpu-preset",
+            f"{base.name} is a CPU job, so there is no GPU it could fit. Train it with lcplan run --preset {base.name}, "
+            "or plan it for a GPU with --gpu.",
+        )
     found = load_gpu(gpu) if gpu else None
     plan, assumptions = resolve(spec, values, usual_gpus_per_node=found.gpus_per_node if found else 1)
     return Job(spec, plan, load_gpu(plan.gpu), assumptions, base)

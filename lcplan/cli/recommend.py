@@ -55,6 +55,8 @@ def command(
         raise InputError("no-length", "No length is given. Use --max-length N, or --longest to find the largest.")
     if "gpu" not in fixed:
         raise InputError("missing-value", "--gpu is not given. Add --gpu h100-80gb (`lcplan list gpus`).")
+    if base is not None and fixed["gpu"] == base.device == "cpu":
+        raise InputError("cpu-preset", f"{base.name} is a CPU job; name the GPU to plan it for with --gpu.")
     gpu = load_gpu(fixed.pop("gpu"))
     num_gpus = fixed.pop("num_gpus", 1)
     if num_gpus < 1:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from lcplan.cli.output import check_choice
+from lcplan.cli.output import check_choice, check_units
 from lcplan.cli.plan_options import (
     ConfigOption,
     ModelArgument,
@@ -23,7 +23,7 @@ from lcplan.cli.plan_options import (
 from lcplan.errors import InputError
 from lcplan.presets import Preset
 from lcplan.train_plan import resolve
-from lcplan.units import ByteUnits, format_bytes
+from lcplan.units import format_bytes
 
 
 @with_plan_flags
@@ -58,7 +58,7 @@ def command(
     """
     from lcplan.job_run import run_job
 
-    check_choice("--units", units, ("GiB", "GB"))
+    size_units = check_units(units)
     base = read_base(model, preset, config)
     chosen_init = init or (base.init if base else "pretrained")
     check_choice("--init", chosen_init, ("pretrained", "random"))
@@ -81,7 +81,7 @@ def command(
         tokenizer=tokenizer or (base.tokenizer.id if base and base.tokenizer else None),
         dry_run=dry_run,
         force=force,
-        units=cast("ByteUnits", units),
+        units=size_units,
     )
     raise typer.Exit(code)
 
