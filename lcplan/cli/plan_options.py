@@ -137,8 +137,8 @@ def read_job(
     if base is not None and gpu == base.device == "cpu":
         raise InputError(
             "cpu-preset",
-            f"{base.name} is a CPU job, so there is no GPU it could fit. Train it with lcplan run --preset {base.name}, "
-            "or plan it for a GPU with --gpu.",
+            f"{base.name} is a CPU job, so there is no GPU it could fit. Train it with lcplan run --preset "
+            f"{base.name}, or plan it for a GPU with --gpu.",
         )
     found = load_gpu(gpu) if gpu else None
     plan, assumptions = resolve(spec, values, usual_gpus_per_node=found.gpus_per_node if found else 1)
