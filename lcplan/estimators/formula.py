@@ -322,15 +322,12 @@ def _embedding(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
     table = spec.embedding_parameters
     done = s.layers * s.layer + (0 if s.holds_tied_head else s.head)
     alive = _step_wide(spec, plan, s) | _gradients(spec, s, done, current=0) | _tied_head(s)
-    alive[gradients.embedding.key] = gradients.embedding(
-        embedding_parameters=table, dtype_bytes=s.gradient_bytes, tied=s.tied
-    )
+    alive[gradients.embedding.key] = gradients.embedding(embedding_parameters=table, dtype_bytes=s.gradient_bytes)
     if s.fsdp:
         if not s.tied:
             alive[weights.gathered_embedding.key] = weights.gathered_embedding(embedding_parameters=table)
         alive[gradients.reduce_scatter_input.key] = gradients.reduce_scatter_input(unit_parameters=s.layer)
-    # tied: the hidden states' gradient is gone when the two gradients of the table are summed
-    return _merge(alive, _residual(spec, s, copies=0 if s.tied else 1))
+    return _merge(alive, _residual(spec, s, copies=1))
 
 
 def _optimizer_step(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
