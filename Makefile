@@ -4,7 +4,6 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 LCPLAN := .venv/bin/python -m lcplan
-RUN_DIR ?= runs/smoke
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint format check bench clean
@@ -29,8 +28,8 @@ help: ## Show this help
 run: .venv/train.stamp ## Estimate and recommend for the 1M-token preset, then train a tiny model for real
 	$(LCPLAN) estimate --preset qwen3-8b-1m
 	$(LCPLAN) recommend Qwen/Qwen3-8B --max-length 1048576 --gpu h100-80gb --num-gpus 8
-	rm -rf "$(RUN_DIR)"
-	$(LCPLAN) run --preset smoke --output-dir "$(RUN_DIR)"
+	rm -rf runs/smoke
+	$(LCPLAN) run --preset smoke --output-dir runs/smoke
 
 test: .venv/test.stamp lint ## Lint, types, tests, and the formulas against every measured row
 	.venv/bin/python -m pytest
