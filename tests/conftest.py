@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 def plan_of(spec: ModelSpec, **given: Any) -> TrainPlan:
     given = {"gpu": "h200", "rope": "none"} | given
     return resolve(spec, given, usual_gpus_per_node=8)[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that train are skipped where the train extra is not installed, and say so."""
+    missing = [name for name in ("torch", "transformers", "trl", "datasets") if find_spec(name) is None]
+    if missing:
+        skip = pytest.mark.skip(reason=f"needs the train extra: {', '.join(missing)} not installed")
+        for item in items:
+            if item.get_closest_marker("train"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
