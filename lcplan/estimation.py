@@ -57,11 +57,8 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
         PlanError: when the formulas do not cover the model or a lever, or the rotary scaling is impossible.
     """
     rope = resolve_rope(spec, plan.max_length, plan.rope)
-    by_rank = {
-        rank: formula.instants(spec, plan, rank=rank)
-        for rank in sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
-    }
-    rank = formula.worst_rank(plan, lambda r: by_rank[r].totals())
+    by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(plan)}
+    rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
     worst = by_rank[rank]
     totals = worst.totals()
     peak_phase = max(totals, key=lambda phase: totals[phase])

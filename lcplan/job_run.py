@@ -9,19 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lcplan.backends import inputs, launch
-from lcplan.backends.job import (
-    COMMAND,
-    RESULT_FILE,
-    DataSource,
-    Device,
-    Init,
-    JobSpec,
-    TrainingOptions,
-    check_job,
-    check_output_dir,
-    render_job,
-)
+from lcplan.backends.job import COMMAND, RESULT_FILE, JobSpec, check_job, check_output_dir, render_job
 from lcplan.errors import EnvironmentProblem
+from lcplan.job_options import DataSource, Device, Init, TrainingOptions
 from lcplan.ledger import RopeParameters
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import position_limit

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from lcplan._record import Record
-from lcplan.backends.job import DataSource, Device, Init, TokenizerSource, TrainingOptions
 from lcplan.errors import InputError
+from lcplan.job_options import DataSource, Device, Init, TokenizerSource, TrainingOptions
 from lcplan.train_plan import TrainPlan
 
 
@@ -33,7 +33,7 @@ class Preset(Record):
     data: DataSource
     tokenizer: TokenizerSource | None = None
     """None: the model's own, or one trained on the data for random weights."""
-    training: TrainingOptions = TrainingOptions()
+    training: TrainingOptions = Field(default_factory=TrainingOptions)
 
     @field_validator("plan")
     @classmethod

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import lcplan
-from lcplan.backends.job import DataSource, JobSpec, ModelSource, TokenizerSource
+from lcplan.backends.job import JobSpec, ModelSource
+from lcplan.job_options import DataSource, TokenizerSource
 from lcplan.presets import load_preset
 from lcplan.train_plan import TrainPlan
 

@@ -6,9 +6,10 @@ import subprocess
 import pytest
 
 from lcplan.backends import inputs
-from lcplan.backends.job import DataSource, ModelSource
+from lcplan.backends.job import ModelSource
 from lcplan.backends.templates import data
 from lcplan.errors import DataError, ModelError
+from lcplan.job_options import DataSource
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 

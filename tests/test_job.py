@@ -13,8 +13,9 @@ import yaml
 from jobs import ROOT, contents, fsdp2_job, run_python, small_job
 
 from lcplan.backends import fsdp2, job, launch, single
-from lcplan.backends.job import DataSource, ModelSource, TokenizerSource, render_job
+from lcplan.backends.job import ModelSource, render_job
 from lcplan.errors import EnvironmentProblem, LcplanError, PlanError
+from lcplan.job_options import DataSource, TokenizerSource
 from lcplan.job_run import run_job
 from lcplan.ledger import RopeParameters
 from lcplan.model_spec import ModelSpec

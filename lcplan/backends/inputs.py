@@ -6,9 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from lcplan.backends.job import DataSource, Init, ModelSource, TokenizerSource
+from lcplan.backends.job import ModelSource
 from lcplan.backends.templates import data as job_data
 from lcplan.errors import DataError, ModelError
+from lcplan.job_options import DataSource, Init, TokenizerSource
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 

@@ -12,7 +12,7 @@ import shlex
 import shutil
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field
@@ -20,6 +20,7 @@ from pydantic import Field
 from lcplan._record import Record
 from lcplan.backends import fsdp2, single
 from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.job_options import DataSource, Device, Init, TokenizerSource, TrainingOptions
 from lcplan.ledger import RopeParameters
 from lcplan.train_plan import TrainPlan
 from lcplan.units import format_bytes
@@ -30,9 +31,6 @@ COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py
 SCRIPTS = ("train.py", "model.py", "data.py", "checks.py", "measure.py")
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
-
-Device = Literal["gpu", "cpu"]
-Init = Literal["pretrained", "random"]
 
 
 class ModelSource(Record):
@@ -46,47 +44,6 @@ class ModelSource(Record):
     """The whole config.json; needed to start from random weights."""
 
 
-class DataSource(Record):
-    """Where the job takes its texts from."""
-
-    kind: Literal["files", "hub", "python-docs"]
-    """``python-docs``: the help topics that every Python ships, for trying things out without a network."""
-    paths: tuple[str, ...] = ()
-    name: str | None = None
-    """Hub dataset; streamed."""
-    config: str | None = None
-    split: str = "train"
-    text_column: str = "text"
-
-
-class TokenizerSource(Record):
-    """The model's own tokenizer, or a small one trained on the data."""
-
-    kind: Literal["pretrained", "train-bpe"]
-    id: str | None = None
-    """Hub id or folder of a pretrained tokenizer."""
-    revision: str | None = None
-    vocab_size: int | None = Field(default=None, gt=0)
-
-
-class TrainingOptions(Record):
-    """What the optimizer does; names are those of transformers' TrainingArguments."""
-
-    learning_rate: float = Field(default=1e-5, gt=0)
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_steps: int | None = Field(default=None, gt=0)
-    """None trains for num_train_epochs."""
-    num_train_epochs: float = Field(default=1.0, gt=0)
-    seed: int = Field(default=42, ge=0)
-    save_strategy: Literal["no", "steps", "epoch"] = "no"
-    """When to write a checkpoint to resume from."""
-    save_steps: int = Field(default=500, gt=0)
-    save_model: bool = True
-    """Write the trained model at the end."""
-
-
 class JobSpec(Record):
     """Everything that a job folder is rendered from."""
 
@@ -97,7 +54,7 @@ class JobSpec(Record):
     max_position_embeddings: int = Field(gt=0)
     data: DataSource
     tokenizer: TokenizerSource
-    training: TrainingOptions = TrainingOptions()
+    training: TrainingOptions = Field(default_factory=TrainingOptions)
     prediction: dict[str, int] | None = None
     device: Device = "gpu"
     stack: dict[str, str | None] = Field(default_factory=dict)

@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
-from lcplan.backends.job import COMMAND, Device, JobSpec
+from lcplan.backends.job import COMMAND, JobSpec
 from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.job_options import Device
 from lcplan.units import ceil_div
 
 TRAIN_PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")

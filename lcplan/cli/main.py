@@ -5,31 +5,43 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from importlib import import_module
 
 import typer
 
-from lcplan.cli import check, estimate, listing, recommend, run
 from lcplan.errors import LcplanError
 
-app = typer.Typer(
-    name="lcplan",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Does this model, at this length, with these levers, fit these GPUs; what dominates; what would make it "
-    "fit. Then run it.",
+COMMANDS = {
+    "estimate": "lcplan.cli.estimate",
+    "recommend": "lcplan.cli.recommend",
+    "run": "lcplan.cli.run",
+    "check": "lcplan.cli.check",
+    "list": "lcplan.cli.listing",
+}
+"""Command -> module with its ``command``; only the one that is called is imported."""
+HELP = (
+    "Does this model, at this length, with these levers, fit these GPUs; what dominates; what would make it fit. "
+    "Then run it."
 )
-app.command("estimate")(estimate.command)
-app.command("recommend")(recommend.command)
-app.command("run")(run.command)
-app.command("check")(check.command)
-app.command("list")(listing.command)
+
+
+def build_app(names: list[str]) -> typer.Typer:
+    """The command line with the commands of these names."""
+    app = typer.Typer(
+        name="lcplan", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=HELP
+    )
+    app.callback(help=HELP)(lambda: None)  # without it a single command would lose its name
+    for name in names:
+        app.command(name)(import_module(COMMANDS[name]).command)
+    return app
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; every failure ends as one message on stderr and exit code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     try:
-        app(args=argv)
+        build_app(named)(args=arguments)
     except LcplanError as error:
         _complain(f"error [{error.code}]: {error.message}")
         sys.exit(2)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lcplan.cli.output import check_choice, check_units
 from lcplan.cli.plan_options import (
     ConfigOption,
     ModelArgument,
@@ -21,9 +20,9 @@ from lcplan.cli.plan_options import (
     with_plan_flags,
 )
 from lcplan.errors import InputError
-from lcplan.presets import Preset
-from lcplan.train_plan import resolve
-from lcplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from lcplan.presets import Preset
 
 
 @with_plan_flags
@@ -56,6 +55,7 @@ def command(
 
     Example: lcplan run --preset smoke --output-dir runs/smoke
     """
+    from lcplan.cli.output import check_choice, check_units
     from lcplan.job_run import run_job
 
     size_units = check_units(units)
@@ -98,6 +98,8 @@ def _plan(
     """What the plan says of the job: model, rotary scaling, prediction, and whether it fits."""
     from lcplan.estimation import estimate
     from lcplan.rope import resolve_rope
+    from lcplan.train_plan import resolve
+    from lcplan.units import format_bytes
 
     if base is not None and base.device == "cpu":
         spec = read_spec(model, base, trust_remote_code=trust_remote_code)
@@ -140,7 +142,7 @@ def _data(asked: str | None, text_column: str, base: Preset | None) -> Any:
 def _training(base: Preset | None, given: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
-    from lcplan.backends.job import TrainingOptions
+    from lcplan.job_options import TrainingOptions
 
     own = base.training.model_dump(exclude_unset=True) if base else {}
     try:

@@ -6,7 +6,6 @@ one before these (where FSDP2's prefetch and reduce-scatter buffers differ). Eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -355,7 +354,10 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     return {host.pinned_layer_inputs.key: pinned, host.load_copies.key: load}
 
 
-def worst_rank(plan: TrainPlan, totals_of: Callable[[int], dict[str, int]]) -> int:
-    """The ring's ranks differ in two ways only: rank 0 runs other kernels' shapes, the last rank keeps no copy."""
-    candidates = sorted({0, min(1, plan.cp_size - 1), plan.cp_size - 1})
-    return max(candidates, key=lambda rank: max(totals_of(rank).values()))
+def candidate_ranks(plan: TrainPlan) -> tuple[int, ...]:
+    """Ranks of which one holds the most.
+
+    The ring's first rank runs kernels of another shape than the others, which all run the same; the last alone keeps no
+    second copy of the attention output, so it never holds more than the one before it.
+    """
+    return (0, 1) if plan.cp_size > 1 else (0,)
