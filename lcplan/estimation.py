@@ -127,14 +127,13 @@ def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = 
 
 
 def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:
-    pinned, load = formula.host_items(spec, plan).values()
-    per_node = pinned * min(plan.num_gpus, plan.gpus_per_node)
+    needed = formula.host_need(spec, plan)
     available = plan.host_memory_bytes
     return HostMemory(
-        pinned_bytes_per_rank=pinned,
-        pinned_bytes_per_node=per_node,
-        load_bytes_per_node=load,
-        fits=None if available is None else max(per_node, load) <= available,
+        pinned_bytes_per_rank=needed.pinned_bytes_per_rank,
+        pinned_bytes_per_node=needed.pinned_bytes_per_rank * needed.ranks_per_node,
+        load_bytes_per_node=needed.load_bytes_per_node,
+        fits=None if available is None else needed.bytes_per_node <= available,
     )
 
 

@@ -94,6 +94,17 @@ class ModelSpec(Record):
         outside += self.final_norm_parameters + self.other_parameters
         return outside + sum(layer.total for layer in self.layers)
 
+    def matrix_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of every weight matrix of a dense model with separate projections, layer by layer."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, key = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = (
+            (query, hidden), (key, hidden), (key, hidden), (hidden, query),
+            (inner, hidden), (inner, hidden), (hidden, inner),
+        )  # fmt: skip
+        tables = 1 if self.tie_word_embeddings else 2
+        return layer * self.num_hidden_layers + ((self.vocab_size, hidden),) * tables
+
     @property
     def is_full_attention(self) -> bool:
         """No layer slides: what ring attention asks for."""

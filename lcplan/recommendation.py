@@ -156,10 +156,8 @@ def _device_peak(spec: ModelSpec, plan: TrainPlan) -> int:
 
 
 def _host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:
-    if plan.host_memory_bytes is None:
-        return True
-    pinned, load = formula.host_items(spec, plan).values()
-    return max(pinned * min(plan.num_gpus, plan.gpus_per_node), load) <= plan.host_memory_bytes
+    available = plan.host_memory_bytes
+    return available is None or formula.host_need(spec, plan).bytes_per_node <= available
 
 
 def _ranked(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, units: ByteUnits) -> RankedPlan:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from lcplan.estimators import activations, attention, gradients, host, loss_head, runtime, weights
+from lcplan.estimators import activations, attention, gradients, host, loss_head, moe, optimizer, runtime, weights
 from lcplan.estimators._item import ITEMS, Item, item
 
 T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
 SHAPE = {"tokens": T, "heads": HEADS, "kv_heads": KV, "head_dim": D}
 EVEN = SHAPE | {"kv_heads": HEADS}
+NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5}
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (weights.parameters(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
-        (weights.adamw_states(num_parameters=1001, dtype_bytes=4, ranks=8), 1001),
+        (optimizer.adamw_states(num_parameters=1001, dtype_bytes=4, ranks=8), 1001),
+        (optimizer.foreach_temporary(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
+        (optimizer.adafactor_states(sum_of_sides=11), 44),
+        (optimizer.adafactor_update(largest_parameter=V * H), 16 * 22_400),
         (weights.gathered_layers(layer_parameters=500, num_layers=2), 2000),
         (weights.gathered_embedding(embedding_parameters=V * H), 44_800),
         (weights.gathered_head(head_parameters=V * H + H), 44_880),
@@ -34,13 +38,21 @@ EVEN = SHAPE | {"kv_heads": HEADS}
         (activations.context_parallel_buffers(sequence_tokens=28, rows=2, tokens_per_rank=T), 8 * (56 + 28 + 42)),
         (activations.rotary_tables(tokens=T, head_dim=D, dtype_bytes=2), 448),
         (activations.layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 2800),
-        (activations.norms(tokens=T, hidden_size=H, num_norms=2, float32=False, num_linears=5), 2 * 324 * 7),
-        (activations.norms(tokens=T, hidden_size=H, num_norms=2, float32=True, num_linears=5), (2 * 164 + 400) * 7),
+        (activations.norms(**NORMS, float32=False, wide=False), 2 * 324 * 7),
+        (activations.norms(**NORMS, float32=False, wide=True), 2 * 404 * 7),
+        (activations.norms(**NORMS, float32=True, wide=False), (2 * 164 + 400) * 7),
+        (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=False), 2 * 244 * 7),
+        (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=True), 2 * 324 * 7),
+        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=False), 18 * 40 * 7),
+        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=True), 16 * 40 * 7),
         (activations.residual(tokens=T, hidden_size=H, dtype_bytes=4, copies=2), 2240),
         (activations.mlp_saved(tokens=T, intermediate_size=INNER), 6272),
         (activations.mlp_backward(tokens=T, intermediate_size=INNER), 3136),
         (activations.mlp_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 160) * 7),
-        (attention.qk_norm(**SHAPE), (6 * 9 * 16 + 36) * 7),
+        (attention.qk_norm(**SHAPE, wide=False, full=False), (6 * 9 * 16 + 36) * 7),
+        (attention.qk_norm(**SHAPE, wide=True, full=True), (8 * 9 * 16 + 8) * 7),
+        (attention.kept_outputs(num_layers=5, tokens=T, heads=HEADS, head_dim=D), 5 * (192 + 24) * 7),
+        (attention.fused_qkv(**SHAPE), 2 * 9 * 16 * 7),
         (attention.saved(**SHAPE), (384 + 192 + 24) * 7),
         (attention.output_copy(tokens=T, heads=HEADS, head_dim=D), 1344),
         (attention.backward(**SHAPE), (768 + 192 + 24 + 384) * 7),
@@ -63,6 +75,14 @@ EVEN = SHAPE | {"kv_heads": HEADS}
         (loss_head.full_logits(tokens=T, vocab_size=V, hidden_size=H), (6720 + 80) * 7),
         # 7*40*2 = 560 bytes a layer become 1024
         (host.pinned_layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 5120),
+        (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
+        (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),
+        (moe.backward(tokens=T, hidden_size=H, experts_per_token=3, weight_bytes=2), 3 * (240 + 32) * 7),
+        (moe.router_gradients(tokens=T, num_experts=12, num_layers=5), 2 * 12 * 7 * 5),
+        (gradients.all_reduce_input(num_parameters=1001, ranks=8), 251),
+        # 4 * 100 / 8 = 50 bytes become 64, 4 * 1000 / 8 = 500 become 512
+        (host.pinned_shards(parameters=(100, 1000), ranks=8), 2 * (64 + 512)),
+        (host.optimizer_states(num_parameters=1001, ranks=8), 1001),
         (host.load_copies(num_parameters=10, dtype_bytes=4), 40),
         (runtime.cublas_workspace(), 67_108_864),
         (runtime.cuda_context(), 957_153_280),

@@ -84,16 +84,17 @@ def test_worst_rank_is_reported() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "selective": {"activation_checkpointing": "selective"},
-    "checkpoint-every-n-layers": {"checkpoint_every_n_layers": 2},
-    "offload-params": {"offload_params": True, "num_gpus": 2},
+    "selective with --offload-activations": {"activation_checkpointing": "selective", "offload_activations": True},
+    "selective with --dtype float32": {"activation_checkpointing": "selective", "dtype": "float32"},
+    "checkpoint-every-n-layers 2 with --dtype float32": {"checkpoint_every_n_layers": 2, "dtype": "float32"},
+    "offload-params": {"offload_params": True},
     "mlp-tile-size": {"mlp_tile_size": 128},
     "lora-r": {"lora_r": 8},
     "quantize": {"quantize": "nf4"},
     "attn-implementation": {"attn_implementation": "eager"},
-    "optim": {"optim": "adafactor"},
+    "optim muon": {"optim": "muon"},
+    "adafactor with --backend fsdp2": {"optim": "adafactor", "num_gpus": 2},
     "packing": {"packing": True},
-    "dp-replicate-size": {"dp_replicate_size": 2, "num_gpus": 4},
     "gradient-accumulation-steps": {"gradient_accumulation_steps": 2, "num_gpus": 2},
     "loss full": {"loss": "full", "dtype": "float32"},
     "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
@@ -107,11 +108,74 @@ def test_a_lever_without_measurements_is_refused_by_name(what: str) -> None:
 
 
 def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="qwen3_moe"):
-        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256)
+    with pytest.raises(PlanError, match="gemma3"):
+        peak(load_model("google/gemma-3-4b-pt"), max_length=256)
     sliding = tiny_spec(use_sliding_window=True, sliding_window=64, max_window_layers=2)
     with pytest.raises(PlanError, match="not full attention"):
         peak(sliding, max_length=256)
+    with pytest.raises(PlanError, match="olmo2 with --dtype float32"):
+        peak(load_model("allenai/OLMo-2-1124-7B"), max_length=256, dtype="float32")
+    with pytest.raises(PlanError, match="qwen3_moe with --cp-size 2"):
+        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, num_gpus=2, cp_size=2)
+
+
+def test_selective_checkpointing_keeps_attention_outputs_of_every_layer() -> None:
+    t = 4096
+    selective = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t, activation_checkpointing="selective"))
+    full = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t))
+    kept = {phase: total - full.totals()[phase] for phase, total in selective.totals().items()}
+    one = (2 * 96 + 24) * t
+    assert kept["loss"] == 5 * one
+    assert kept["backward[4].mlp"] == 4 * one, "the running layer's own output is counted with what it saved"
+    assert kept["backward[0].mlp"] == 0
+
+
+def test_every_second_layer_keeps_everything() -> None:
+    t = 4096
+    plan = plan_of(tiny_spec(), max_length=t, checkpoint_every_n_layers=2)
+    alive = formula.instants(tiny_spec(), plan).phases
+    whole = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t)).phases["backward[0].mlp"]["mlp.saved"]
+    assert alive["loss"]["mlp.saved"] == 2 * whole, "layers 1 and 3"
+    assert alive["loss"]["activations.layer_inputs"] == 3 * 2 * 40 * t, "layers 0, 2 and 4"
+    assert alive["backward[3].mlp"]["mlp.saved"] == 2 * whole, "layer 1 and the running layer 3"
+    assert alive["backward[4].mlp"]["mlp.saved"] == 3 * whole
+
+
+def test_parameter_offload_leaves_no_states_on_the_gpu() -> None:
+    sizes: dict[str, Any] = {"max_length": 1024, "num_gpus": 4, "cp_size": 4}
+    plan = plan_of(tiny_spec(), **sizes, offload_params=True)
+    for alive in formula.instants(tiny_spec(), plan).phases.values():
+        assert not {"weights.parameters", "optimizer.adamw_states", "gradients.finished"} & set(alive)
+    need = formula.host_need(tiny_spec(), plan)
+    assert need.other_bytes_per_rank == -(-8 * P // 4)
+    assert need.bytes_per_node == 4 * (need.pinned_bytes_per_rank + need.other_bytes_per_rank)
+
+
+def test_replicas_keep_what_they_still_have_to_reduce() -> None:
+    sizes: dict[str, Any] = {"max_length": 1024, "num_gpus": 4}
+    replicated = formula.instants(tiny_spec(), plan_of(tiny_spec(), **sizes, dp_replicate_size=2))
+    alive = replicated.phases["backward[0].mlp"]
+    assert alive["communication.all_reduce_input"] == -(-2 * (4 * LAYER + HEAD + 40) // 2)
+
+
+def test_optimizers() -> None:
+    t = 64
+    totals = {
+        optim: formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t, optim=optim)).totals()["optimizer_step"]
+        for optim in ("adamw_torch_fused", "adamw_torch", "sgd", "adafactor")
+    }
+    assert totals["adamw_torch"] - totals["adamw_torch_fused"] == 2 * P
+    assert totals["adamw_torch_fused"] - totals["sgd"] == 4 * P
+    sides = 5 * (2 * (96 + 40) + 2 * (48 + 40) + 3 * (112 + 40)) + 2 * (560 + 40)
+    assert totals["adafactor"] - totals["sgd"] == 4 * sides + 16 * 560 * 40
+
+
+@pytest.mark.parametrize(
+    "name", ["microsoft/phi-4", "allenai/OLMo-2-1124-7B", "Qwen/Qwen3-30B-A3B", "mistralai/Mistral-7B-v0.3"]
+)
+def test_every_covered_family_estimates(name: str) -> None:
+    spec = load_model(name)
+    assert peak(spec, max_length=2048) > 8 * spec.num_parameters
 
 
 levers = st.fixed_dictionaries(

@@ -81,12 +81,13 @@ def layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype_bytes:
 
 
 @item("activations.norms", "activation")
-def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, num_linears: int) -> int:
-    """What the RMSNorms of one layer save: float32 input, reciprocal root, normed value, output.
+def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, wide: bool, num_linears: int) -> int:
+    """What RMSNorms before linears save: float32 input, reciprocal root, normed value, output.
 
-    In float32 the input is the residual itself, and each following linear (3 or 2) saves its own bf16 cast.
+    A wide norm (OLMo 2) keeps the normed value in float32. In float32 training the input is the residual itself, and
+    each following linear (3 or 2) saves its own bf16 cast.
 
-    Formula: ``(8*H + 4)*T*norms``; float32: ``(4*H + 4)*T*norms + 2*H*T*linears``
+    Formula: ``(8*H + 4)*T*norms``; wide: ``(10*H + 4)*T*norms``; float32: ``(4*H + 4)*T*norms + 2*H*T*linears``
     Live in: backward of a layer; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
@@ -95,12 +96,46 @@ def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, num_l
     """
     if float32:
         return num_norms * (4 * hidden_size + 4) * tokens + 2 * num_linears * hidden_size * tokens
-    return num_norms * (8 * hidden_size + 4) * tokens
+    return num_norms * ((10 if wide else 8) * hidden_size + 4) * tokens
+
+
+@item("activations.closing_norms", "activation")
+def closing_norms(*, tokens: int, hidden_size: int, num_norms: int, wide: bool) -> int:
+    """What RMSNorms behind attention and MLP save: float32 input, reciprocal root, normed value.
+
+    Their output is added to the residual, which saves nothing.
+
+    Formula: ``(6*H + 4)*T*norms``; wide (normed value in float32): ``(8*H + 4)*T*norms``
+    Live in: backward of a layer
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Glm4RMSNorm, Olmo2RMSNorm; allocator traces of both
+    Confidence: exact
+    """
+    return num_norms * ((8 if wide else 6) * hidden_size + 4) * tokens
+
+
+@item("activations.closing_norm_backward", "temporary")
+def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool) -> int:
+    """Backward of the norm behind the MLP, while everything the layer saved is still there.
+
+    Five float32 tensors are alive; the saved normed value is gone.
+
+    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``
+    Live in: backward of a layer's closing norm
+    Rounding: exact
+    Ignores: nothing
+    Source: autograd of pow, mean, rsqrt, mul; allocator traces of GLM-4 and OLMo 2
+    Confidence: exact
+    """
+    return (16 if wide else 18) * hidden_size * tokens
 
 
 @item("activations.residual", "activation")
 def residual(*, tokens: int, hidden_size: int, dtype_bytes: int, copies: int) -> int:
-    """Residual stream in the running layer: the gradient that flows in, and in float32 the saved mid-layer sum.
+    """Residual stream in the running layer: the gradient that flows in, and the mid-layer sum where it is saved.
+
+    It is saved in float32 training, and where the MLP has no norm before it (OLMo 2).
 
     Formula: ``b*H*T*copies``
     Live in: backward of a layer

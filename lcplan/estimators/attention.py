@@ -10,17 +10,20 @@ from lcplan.estimators._item import item
 
 
 @item("attention.qk_norm", "activation")
-def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Per-head RMSNorm of queries and keys: float32 input, bf16 normed value, reciprocal root.
+def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int, wide: bool, full: bool) -> int:
+    """RMSNorm of queries and keys: float32 input, normed value, reciprocal root.
 
-    Formula: ``(6*(h+k)*d + 4*(h+k))*T``
+    Per head (Qwen3), or over the whole projection (OLMo 2), whose wide norm keeps the normed value in float32.
+
+    Formula: ``(6*(h+k)*d + 4*(h+k))*T``; wide and full: ``(8*(h+k)*d + 8)*T``
     Live in: backward of a layer; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
-    Source: transformers 5.24 Qwen3Attention.q_norm/k_norm; allocator trace of Qwen3-0.6B
+    Source: transformers 5.24 Qwen3Attention, Olmo2Attention; allocator traces of Qwen3-0.6B and OLMo 2
     Confidence: exact
     """
-    return (6 * (heads + kv_heads) * head_dim + 4 * (heads + kv_heads)) * tokens
+    roots = 2 if full else heads + kv_heads
+    return ((8 if wide else 6) * (heads + kv_heads) * head_dim + 4 * roots) * tokens
 
 
 @item("attention.saved", "activation")
@@ -37,17 +40,46 @@ def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     return (4 * heads * head_dim + 4 * kv_heads * head_dim + 4 * heads) * tokens
 
 
-@item("attention.output_copy", "activation")
-def output_copy(*, tokens: int, heads: int, head_dim: int) -> int:
-    """Second copy of the attention output: ring attention concatenates it in a layout that o_proj must copy.
+@item("attention.kept_outputs", "activation")
+def kept_outputs(*, num_layers: int, tokens: int, heads: int, head_dim: int) -> int:
+    """Attention outputs and row sums that selective checkpointing keeps instead of recomputing them.
 
-    The last rank of the ring has none.
-
-    Formula: ``2*h*d*T``
-    Live in: backward of a layer's MLP (context parallelism)
+    Formula: ``(2*h*d + 4*h)*T*layers_left``
+    Live in: forward, loss, backward
     Rounding: exact
     Ignores: nothing
-    Source: torch 2.11-2.13 _context_parallel/_attention.py _partial_update; rows m012-m014
+    Source: trl 1.16 enable_selective_activation_checkpointing; allocator traces of Qwen3-4B and Qwen3-8B; row m026
+    Confidence: exact
+    """
+    return num_layers * (2 * heads * head_dim + 4 * heads) * tokens
+
+
+@item("attention.fused_qkv", "activation")
+def fused_qkv(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """The fused projection's query and key parts, kept alive by the values that attention saves (Phi-3, Phi-4).
+
+    Formula: ``2*(h+k)*d*T``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 Phi3Attention; allocator trace of Phi-4's shapes
+    Confidence: exact
+    """
+    return 2 * (heads + kv_heads) * head_dim * tokens
+
+
+@item("attention.output_copy", "activation")
+def output_copy(*, tokens: int, heads: int, head_dim: int) -> int:
+    """Second copy of the attention output, where it comes in a layout that o_proj must copy.
+
+    Ring attention concatenates it so on every rank but the last; families that build q and k by concatenation (Phi,
+    GLM-4) hand that layout through attention.
+
+    Formula: ``2*h*d*T``
+    Live in: backward of a layer's MLP
+    Rounding: exact
+    Ignores: nothing
+    Source: torch 2.11-2.13 _context_parallel/_attention.py _partial_update; rows m012-m014; trace of Phi-4's shapes
     Confidence: exact
     """
     return 2 * heads * head_dim * tokens

@@ -1,24 +1,20 @@
 """The formula method: which items are alive at which instant of a step.
 
-A step's memory rises and falls linearly from layer to layer, so its maximum is at the last or first decoder layer, or
-one before these (where FSDP2's prefetch and reduce-scatter buffers differ). Each such instant is one phase.
+A step's memory rises and falls linearly from layer to layer, so its maximum is at one of the last or first decoder
+layers: the very last and first, those before them (FSDP2's prefetch and reduce-scatter buffers differ there), and with
+every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from lcplan.errors import PlanError
-from lcplan.estimators import activations, attention, gradients, host, loss_head, runtime, weights
+from lcplan.estimators import activations, attention, gradients, host, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators.coverage import check_covered
+from lcplan.estimators.layer import TRAITS, Alive, LayerInstant, LayerShape, merge, saved
+from lcplan.estimators.layer import instants as layer_instants
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
-
-COVERED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose decoder layer is: two RMSNorms, SwiGLU with separate gate and up, optional per-head q/k norm."""
-
-Alive = dict[str, int]
-"""Item key -> bytes at one instant."""
 
 
 @dataclass(frozen=True)
@@ -32,67 +28,6 @@ class Instants:
         return {phase: sum(alive.values()) for phase, alive in self.phases.items()}
 
 
-def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
-    """Refuse what the formulas have not been held against measurements for.
-
-    Raises:
-        PlanError: naming the model family or the lever, and what to do instead.
-    """
-
-    def refuse(what: str) -> None:
-        message = f"{what}: the formula method does not cover it, and an unmeasured number would be a guess."
-        raise PlanError("not-covered", message)
-
-    if spec.model_type not in COVERED_FAMILIES or spec.moe is not None:
-        refuse(f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(COVERED_FAMILIES)})")
-    if any(kind != "full_attention" for kind in spec.layer_types):
-        refuse(f"{spec.id} has layers that are not full attention")
-    uncovered = {
-        "--backend deepspeed": plan.backend == "deepspeed",
-        "--activation-checkpointing selective": plan.activation_checkpointing == "selective",
-        f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
-        "--offload-params": plan.offload_params,
-        f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
-        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
-        f"--quantize {plan.quantize}": plan.quantize != "none",
-        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
-        f"--optim {plan.optim}": plan.optim not in ("adamw_torch", "adamw_torch_fused"),
-        "--packing": plan.packing,
-        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1,
-        f"--gradient-accumulation-steps {plan.gradient_accumulation_steps} with --backend fsdp2": (
-            plan.gradient_accumulation_steps > 1 and plan.backend == "fsdp2"
-        ),
-        "--loss full with --dtype float32": plan.loss == "full" and plan.dtype == "float32",
-    }
-    for what, present in uncovered.items():
-        if present:
-            refuse(what)
-
-
-class _Sizes:
-    """Integers of one (model, plan) pair that several items share."""
-
-    def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
-        self.fsdp = plan.backend == "fsdp2"
-        self.ranks = plan.shard_size
-        self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
-        self.state_bytes = weights.FP32_BYTES if self.fsdp or self.float32 else weights.BF16_BYTES
-        self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
-        self.gradient_bytes = self.compute_bytes
-        self.tokens = plan.tokens_per_rank
-        self.layers = spec.num_hidden_layers
-        self.layer = spec.layers[0].total
-        self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
-        self.tied = spec.tie_word_embeddings
-        self.checkpointing = plan.activation_checkpointing == "full"
-        self.offload = plan.offload_activations and self.checkpointing
-        self.ring = plan.cp_size > 1
-        self.rank = rank
-        self.copies_output = self.ring and rank < plan.cp_size - 1
-        self.holds_tied_head = self.tied and (self.fsdp or plan.gradient_accumulation_steps > 1)
-        self.accumulates = plan.gradient_accumulation_steps > 1
-
-
 def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
     """Every phase of one steady training step on ``rank``, with the bytes of each item alive in it.
 
@@ -100,237 +35,252 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
         PlanError: when the plan is outside what the formulas cover.
     """
     check_covered(spec, plan)
-    sizes = _Sizes(spec, plan, rank)
-    result: dict[str, Alive] = {}
-    result["forward"] = _forward(spec, plan, sizes)
-    result["loss"] = _loss(spec, plan, sizes)
-    last = sizes.layers - 1
-    for index in sorted({last, max(last - 1, 0), min(1, last), 0}, reverse=True):
-        result[f"backward[{index}].mlp"] = _mlp(spec, plan, sizes, index)
-        result[f"backward[{index}].attention"] = _attention(spec, plan, sizes, index)
-    result["backward.embedding"] = _embedding(spec, plan, sizes)
-    result["optimizer_step"] = _optimizer_step(spec, plan, sizes)
+    step = _Step(spec, plan, rank)
+    result = {"forward": step.forward(), "loss": step.loss()}
+    own = layer_instants(step.shape)
+    for index in step.layers_that_can_peak():
+        for instant in own:
+            result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
+    result["backward.embedding"] = step.embedding_backward()
+    result["optimizer_step"] = step.optimizer_step()
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
 
 
-def _states(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    p = spec.num_parameters
-    whole = plan.max_length * plan.per_device_train_batch_size
-    local = whole if s.ring else s.tokens
-    return {
-        weights.parameters.key: weights.parameters(num_parameters=p, dtype_bytes=s.state_bytes, ranks=s.ranks),
-        weights.adamw_states.key: weights.adamw_states(num_parameters=p, dtype_bytes=s.state_bytes, ranks=s.ranks),
-        runtime.cublas_workspace.key: runtime.cublas_workspace(),
-        activations.batch.key: activations.batch(tokens=local, micro_batches=plan.gradient_accumulation_steps),
-    }
+class _Step:
+    """One training step of one (model, plan, rank): what its instants have in common."""
 
-
-def _gradients(spec: ModelSpec, s: _Sizes, done: int, current: int) -> Alive:
-    """Gradients of ``done`` parameters, and of ``current`` ones that the running layer has made so far."""
-    if s.accumulates:
-        kept = gradients.accumulated(num_parameters=spec.num_parameters, dtype_bytes=s.gradient_bytes)
-        return {gradients.accumulated.key: kept}
-    per_parameter = weights.FP32_BYTES if s.fsdp else s.gradient_bytes
-    return {
-        gradients.finished.key: gradients.finished(num_parameters=done, dtype_bytes=per_parameter, ranks=s.ranks),
-        gradients.current_layer.key: gradients.current_layer(num_parameters=current, dtype_bytes=s.gradient_bytes),
-    }
-
-
-def _step_wide(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    """States and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
-    rows = plan.per_device_train_batch_size
-    alive = _states(spec, plan, s)
-    if s.ring:
-        buffers = activations.context_parallel_buffers
-        alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=s.tokens)
-    else:
-        alive[activations.positions.key] = activations.positions(tokens=s.tokens // rows)
-    tables = activations.rotary_tables
-    alive[tables.key] = tables(
-        tokens=s.tokens if s.ring else s.tokens // rows, head_dim=spec.head_dim, dtype_bytes=s.compute_bytes
-    )
-    if s.fsdp and s.tied:
-        alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=s.head)
-    return alive
-
-
-def _stored_inputs(spec: ModelSpec, s: _Sizes, count: int) -> Alive:
-    """Layer inputs still stored; without checkpointing what ``count`` layers saved, whole."""
-    if not s.checkpointing:
-        return _recomputed(spec, s, s.tokens * count)
-    if s.offload:
-        count = 0
-    item = activations.layer_inputs
-    args = {"tokens": s.tokens, "hidden_size": spec.hidden_size, "dtype_bytes": s.compute_bytes}
-    return {item.key: item(num_layers=count, **args)}
-
-
-def _recomputed(spec: ModelSpec, s: _Sizes, tokens: int) -> Alive:
-    """Everything one layer saves for ``tokens`` tokens, before its backward begins."""
-    h, k, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    hidden = spec.hidden_size
-    alive = {
-        # float32: three linears read the first norm's output (q, k, v), two the second's (gate, up)
-        activations.norms.key: activations.norms(
-            tokens=tokens, hidden_size=hidden, num_norms=2, float32=s.float32, num_linears=5
-        ),
-        attention.saved.key: attention.saved(tokens=tokens, heads=h, kv_heads=k, head_dim=d),
-        activations.mlp_saved.key: activations.mlp_saved(tokens=tokens, intermediate_size=spec.intermediate_size),
-    }
-    if spec.qk_norm == "head":
-        alive[attention.qk_norm.key] = attention.qk_norm(tokens=tokens, heads=h, kv_heads=k, head_dim=d)
-    if s.copies_output:
-        alive[attention.output_copy.key] = attention.output_copy(tokens=tokens, heads=h, head_dim=d)
-    if s.float32:
-        # the mid-layer sum is the second norm's saved input; without checkpointing so is the layer's own input
-        copies = 1 if s.checkpointing else 2
-        alive[activations.residual.key] = activations.residual(
-            tokens=tokens, hidden_size=hidden, dtype_bytes=weights.FP32_BYTES, copies=copies
-        )
-    return alive
-
-
-def _forward(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    alive = _step_wide(spec, plan, s) | _stored_inputs(spec, s, s.layers)
-    if s.offload:
-        one = {"tokens": s.tokens, "hidden_size": spec.hidden_size, "dtype_bytes": s.compute_bytes}
-        alive[activations.layer_inputs.key] = activations.layer_inputs(num_layers=1, **one)
-    if s.checkpointing:
-        alive[activations.mlp_forward.key] = activations.mlp_forward(
-            tokens=s.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
-        )
-    if s.fsdp:
-        alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=s.layer, num_layers=2)
-    return alive | _gradients(spec, s, done=0, current=0)
-
-
-def _loss(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    alive = _step_wide(spec, plan, s) | _stored_inputs(spec, s, s.layers)
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    alive[loss_head.final_norm.key] = loss_head.final_norm(tokens=s.tokens, hidden_size=hidden, float32=s.float32)
-    if s.fsdp:
-        alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=s.head)
-    if plan.loss == "full":
-        alive[loss_head.full_logits.key] = loss_head.full_logits(tokens=s.tokens, vocab_size=vocab, hidden_size=hidden)
-    else:
-        alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=s.tokens, hidden_size=hidden)
-        alive[loss_head.weight_gradient.key] = loss_head.weight_gradient(
-            vocab_size=vocab, hidden_size=hidden, float32=s.float32
-        )
-        alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=s.tokens)
-        if s.float32:
-            alive[loss_head.casts.key] = loss_head.casts(tokens=s.tokens, hidden_size=hidden)
-    if s.float32 and not s.checkpointing:
-        every = s.layers * (spec.layers[0].attention + 3 * hidden * spec.intermediate_size)
-        alive[weights.autocast_copies.key] = weights.autocast_copies(layer_weight_parameters=every)
-    return alive | _gradients(spec, s, done=0, current=0)
-
-
-def _layer_backward(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int, current: int) -> Alive:
-    """What is alive in the backward of layer ``index`` whatever part of it runs."""
-    alive = _step_wide(spec, plan, s) | _stored_inputs(spec, s, index + (1 if s.checkpointing else 0))
-    done = (s.layers - 1 - index) * s.layer + (0 if s.holds_tied_head else s.head)
-    alive |= _gradients(spec, s, done, current) | _tied_head(s)
-    return alive | _fsdp_backward(spec, s, index) if s.fsdp else alive
-
-
-def _tied_head(s: _Sizes) -> Alive:
-    if not s.holds_tied_head:
-        return {}
-    return {gradients.tied_head.key: gradients.tied_head(head_parameters=s.head, dtype_bytes=s.gradient_bytes)}
-
-
-def _fsdp_backward(spec: ModelSpec, s: _Sizes, index: int) -> Alive:
-    """Gathered weights and communication buffers: the current layer, the prefetched unit, the last unit's gradients."""
-    alive = {
-        weights.gathered_layers.key: weights.gathered_layers(layer_parameters=s.layer, num_layers=2 if index > 0 else 1)
-    }
-    if index == 0 and not s.tied:
-        alive[weights.gathered_embedding.key] = weights.gathered_embedding(
-            embedding_parameters=spec.embedding_parameters
-        )
-    previous_unit = s.layer if index < s.layers - 1 else (0 if s.tied else s.head)
-    scatter = gradients.reduce_scatter_input
-    alive[scatter.key] = scatter(unit_parameters=previous_unit)
-    return alive
-
-
-def _residual(spec: ModelSpec, s: _Sizes, copies: int) -> Alive:
-    item = activations.residual
-    return {item.key: item(tokens=s.tokens, hidden_size=spec.hidden_size, dtype_bytes=s.compute_bytes, copies=copies)}
-
-
-def _autocast(spec: ModelSpec, s: _Sizes, index: int, *, with_mlp: bool) -> Alive:
-    """Bf16 copies in the backward of layer ``index``; the layers below it have theirs only without checkpointing."""
-    if not s.float32:
-        return {}
-    of_attention, of_mlp = spec.layers[0].attention, spec.hidden_size * spec.intermediate_size
-    below = 0 if s.checkpointing else index * (of_attention + 3 * of_mlp)
-    copied = below + of_attention + (2 * of_mlp if with_mlp else 0)
-    return {weights.autocast_copies.key: weights.autocast_copies(layer_weight_parameters=copied)}
-
-
-def _merge(*parts: Alive) -> Alive:
-    """Sum of the parts, key by key."""
-    total: Alive = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0) + value
-    return total
-
-
-def _mlp(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> Alive:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    own: Alive = {
-        activations.mlp_backward.key: activations.mlp_backward(tokens=s.tokens, intermediate_size=inner),
-    }
-    recomputed = _recomputed(spec, s, s.tokens)
-    # float32 offload: the unpacked layer input is what the first norm saved
-    copies = 2 if s.float32 and s.offload else 1
-    common = _layer_backward(spec, plan, s, index, current=hidden * inner)
-    return _merge(common, recomputed, own, _residual(spec, s, copies), _autocast(spec, s, index, with_mlp=True))
-
-
-def _attention(spec: ModelSpec, plan: TrainPlan, s: _Sizes, index: int) -> Alive:
-    h, k, d, hidden = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.hidden_size
-    shape: dict[str, Any] = {"tokens": s.tokens, "heads": h, "kv_heads": k, "head_dim": d}
-    own: Alive = {
-        activations.norms.key: activations.norms(
-            tokens=s.tokens, hidden_size=hidden, num_norms=1, float32=s.float32, num_linears=3
-        ),
-        attention.saved.key: attention.saved(**shape),
-    }
-    if spec.qk_norm == "head":
-        own[attention.qk_norm.key] = attention.qk_norm(**shape)
-    if s.ring:
-        own[attention.ring_gathered_kv.key] = attention.ring_gathered_kv(
-            tokens=s.tokens, kv_heads=k, head_dim=d, cp_size=plan.cp_size,
+    def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
+        self.spec, self.plan = spec, plan
+        self.fsdp = plan.backend == "fsdp2"
+        self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
+        self.state_bytes = state_bytes(plan)
+        self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
+        self.tokens = plan.tokens_per_rank
+        self.layers = spec.num_hidden_layers
+        self.layer = spec.layers[0].total
+        self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
+        self.tied = spec.tie_word_embeddings
+        self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
+        self.ring = plan.cp_size > 1
+        self.accumulates = plan.gradient_accumulation_steps > 1
+        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates)
+        self.shape = LayerShape(
+            spec=spec,
+            tokens=self.tokens,
+            float32=self.float32,
+            keeps_input=plan.activation_checkpointing == "none" or plan.offload_activations,
+            ring_copies_output=self.ring and rank < plan.cp_size - 1,
+            cp_size=plan.cp_size,
+            first_rank=rank == 0,
             allgather=plan.cp_comm_strategy == "allgather",
-        )  # fmt: skip
-        own[attention.ring_backward.key] = attention.ring_backward(first_rank=s.rank == 0, **shape)
-    else:
-        own[attention.backward.key] = attention.backward(**shape)
-    copies = (2 if s.offload or not s.checkpointing else 1) if s.float32 else 1
-    made = spec.layers[0].mlp + hidden + h * d * hidden
-    common = _layer_backward(spec, plan, s, index, current=made)
-    return _merge(common, own, _residual(spec, s, copies), _autocast(spec, s, index, with_mlp=False))
+        )
+
+    def layers_that_can_peak(self) -> list[int]:
+        """Indices of decoder layers, in the order of the backward pass."""
+        near = max(self.every or 1, 1)
+        last = self.layers - 1
+        ends = {*range(max(last - near, 0), self.layers), *range(min(near, last) + 1)}
+        return sorted(ends, reverse=True)
+
+    # What is there all step long
+
+    def states(self) -> Alive:
+        """Weights, optimizer states, workspaces and the batch."""
+        spec, plan = self.spec, self.plan
+        local = plan.max_length * plan.per_device_train_batch_size if self.ring else self.tokens
+        alive = {
+            runtime.cublas_workspace.key: runtime.cublas_workspace(),
+            activations.batch.key: activations.batch(tokens=local, micro_batches=plan.gradient_accumulation_steps),
+        }
+        if plan.offload_params:
+            return alive
+        size = {"num_parameters": spec.num_parameters, "dtype_bytes": self.state_bytes, "ranks": plan.shard_size}
+        alive[weights.parameters.key] = weights.parameters(**size)
+        if plan.optim.startswith("adamw"):
+            alive[optimizer.adamw_states.key] = optimizer.adamw_states(**size)
+        elif plan.optim == "adafactor":
+            sides = sum(rows + columns for rows, columns in spec.matrix_shapes())
+            alive[optimizer.adafactor_states.key] = optimizer.adafactor_states(sum_of_sides=sides)
+        return alive
+
+    def step_wide(self) -> Alive:
+        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
+        spec, plan = self.spec, self.plan
+        rows = plan.per_device_train_batch_size
+        alive = self.states()
+        if self.ring:
+            buffers = activations.context_parallel_buffers
+            alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=self.tokens)
+        else:
+            alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
+        tables = activations.rotary_tables
+        wide = self.float32 or TRAITS[spec.model_type].wide_rotary
+        alive[tables.key] = tables(
+            tokens=self.tokens if self.ring else self.tokens // rows,
+            head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
+            dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
+        )
+        if self.fsdp and self.tied:
+            alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        return alive
+
+    # What layers that have yet to run backward keep
+
+    def kept_by_layers(self, count: int, *, running: bool) -> Alive:
+        """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
+        every, below = self.every, count - 1 if running else count
+        checkpointed = 0 if every is None else -(-count // every)
+        whole = count - checkpointed
+        if running and (every is None or (count - 1) % every):
+            whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
+        kept = saved(self.shape, self.tokens * whole) if whole else {}
+        if not self.plan.offload_activations:
+            kept = merge(kept, self._inputs(checkpointed))
+        if self.plan.activation_checkpointing == "selective":
+            spec, item = self.spec, attention.kept_outputs
+            outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
+            kept[item.key] = outputs
+        if spec_moe := self.spec.moe:
+            kept[moe.router_gradients.key] = moe.router_gradients(
+                tokens=self.tokens, num_experts=spec_moe.num_experts, num_layers=count
+            )
+        return kept
+
+    def _inputs(self, num_layers: int) -> Alive:
+        item = activations.layer_inputs
+        size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size, "dtype_bytes": self.compute_bytes}
+        return {item.key: item(num_layers=num_layers, **size)}
+
+    def _autocast_of(self, num_layers: int) -> Alive:
+        """Bf16 copies of float32 weights that layers keep which were not checkpointed."""
+        if not self.float32 or self.every is not None:
+            return {}
+        one = self.spec.layers[0].attention + 3 * self.spec.hidden_size * self.spec.intermediate_size
+        item = weights.autocast_copies
+        return {item.key: item(layer_weight_parameters=num_layers * one)}
+
+    # Gradients
+
+    def gradients(self, done: int, current: int) -> Alive:
+        """Gradients of ``done`` parameters, and of ``current`` ones that the running layer has made so far."""
+        if self.accumulates:
+            kept = gradients.accumulated(num_parameters=self.spec.num_parameters, dtype_bytes=self.compute_bytes)
+            return {gradients.accumulated.key: kept}
+        made = gradients.current_layer(num_parameters=current, dtype_bytes=self.compute_bytes)
+        alive = {gradients.current_layer.key: made}
+        ranks = self.plan.shard_size
+        if not self.plan.offload_params:
+            per_parameter = weights.FP32_BYTES if self.fsdp else self.compute_bytes
+            alive[gradients.finished.key] = gradients.finished(
+                num_parameters=done, dtype_bytes=per_parameter, ranks=ranks
+            )
+        if self.plan.dp_replicate_size > 1:
+            reduced = gradients.all_reduce_input
+            alive[reduced.key] = reduced(num_parameters=done, ranks=ranks)
+        return alive
+
+    def tied_head(self) -> Alive:
+        """The tied head's gradient while it waits for the embedding's."""
+        if not self.holds_tied_head:
+            return {}
+        item = gradients.tied_head
+        return {item.key: item(head_parameters=self.head, dtype_bytes=self.compute_bytes)}
+
+    # Instants
+
+    def forward(self) -> Alive:
+        """MLP of the last layer in the forward pass."""
+        spec = self.spec
+        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        if self.plan.offload_activations:
+            alive = merge(alive, self._inputs(1))
+        if self.every is not None and spec.moe is None:
+            alive[activations.mlp_forward.key] = activations.mlp_forward(
+                tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
+            )
+        if self.fsdp:
+            alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=self.layer, num_layers=2)
+        return merge(alive, self.gradients(done=0, current=0))
+
+    def loss(self) -> Alive:
+        """Backward of the loss head."""
+        spec, float32 = self.spec, self.float32
+        hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
+        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        norm = loss_head.final_norm
+        wide = float32 or TRAITS[spec.model_type].wide_norms
+        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide)
+        if self.fsdp:
+            alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        if self.plan.loss == "full":
+            full = loss_head.full_logits
+            alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
+        else:
+            alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=tokens, hidden_size=hidden)
+            gradient = loss_head.weight_gradient
+            alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=tokens)
+            if float32:
+                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
+        return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
+
+    def backward(self, index: int, instant: LayerInstant) -> Alive:
+        """One instant of the backward of layer ``index``."""
+        done = (self.layers - 1 - index) * self.layer + (0 if self.holds_tied_head else self.head)
+        common = merge(self.step_wide(), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
+        alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
+        return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
+
+    def _fsdp_buffers(self, index: int) -> Alive:
+        """Gathered weights of this layer and the prefetched unit, and the last unit's gradients."""
+        gathered = weights.gathered_layers
+        alive = {gathered.key: gathered(layer_parameters=self.layer, num_layers=2 if index > 0 else 1)}
+        if index == 0 and not self.tied:
+            alive |= self._gathered_embedding()
+        previous_unit = self.layer if index < self.layers - 1 else (0 if self.tied else self.head)
+        scatter = gradients.reduce_scatter_input
+        return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
+
+    def _gathered_embedding(self) -> Alive:
+        item = weights.gathered_embedding
+        return {item.key: item(embedding_parameters=self.spec.embedding_parameters)}
+
+    def embedding_backward(self) -> Alive:
+        """Backward of the token embedding."""
+        spec, tokens = self.spec, self.tokens
+        done = self.layers * self.layer + (0 if self.holds_tied_head else self.head)
+        table = gradients.embedding(embedding_parameters=spec.embedding_parameters, dtype_bytes=self.compute_bytes)
+        incoming = activations.residual(
+            tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
+        )
+        alive = merge(self.step_wide(), self.gradients(done, current=0), self.tied_head())
+        alive = merge(alive, {gradients.embedding.key: table, activations.residual.key: incoming})
+        if self.fsdp:
+            scatter = gradients.reduce_scatter_input
+            alive[scatter.key] = scatter(unit_parameters=self.layer)
+            if not self.tied:
+                alive |= self._gathered_embedding()
+        return alive
+
+    def optimizer_step(self) -> Alive:
+        """All gradients and the optimizer's own temporaries."""
+        spec, plan = self.spec, self.plan
+        alive = merge(self.states(), self.gradients(spec.num_parameters, current=0))
+        if plan.optim == "adamw_torch" and not plan.offload_params:
+            item = optimizer.foreach_temporary
+            alive[item.key] = item(
+                num_parameters=spec.num_parameters, dtype_bytes=self.state_bytes, ranks=plan.shard_size
+            )
+        if plan.optim == "adafactor":
+            largest = max(rows * columns for rows, columns in spec.matrix_shapes())
+            alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=largest)
+        return alive
 
 
-def _embedding(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    table = spec.embedding_parameters
-    done = s.layers * s.layer + (0 if s.holds_tied_head else s.head)
-    alive = _step_wide(spec, plan, s) | _gradients(spec, s, done, current=0) | _tied_head(s)
-    alive[gradients.embedding.key] = gradients.embedding(embedding_parameters=table, dtype_bytes=s.gradient_bytes)
-    if s.fsdp:
-        if not s.tied:
-            alive[weights.gathered_embedding.key] = weights.gathered_embedding(embedding_parameters=table)
-        alive[gradients.reduce_scatter_input.key] = gradients.reduce_scatter_input(unit_parameters=s.layer)
-    return _merge(alive, _residual(spec, s, copies=1))
-
-
-def _optimizer_step(spec: ModelSpec, plan: TrainPlan, s: _Sizes) -> Alive:
-    return _states(spec, plan, s) | _gradients(spec, s, spec.num_parameters, current=0)
+def state_bytes(plan: TrainPlan) -> int:
+    """Bytes of one weight or moment: FSDP2 upcasts trainable weights whatever they were loaded in."""
+    float32 = plan.backend == "fsdp2" or plan.dtype == "float32"
+    return weights.FP32_BYTES if float32 else weights.BF16_BYTES
 
 
 def on_top(peak_allocated_bytes: int) -> Alive:
@@ -342,16 +292,53 @@ def on_top(peak_allocated_bytes: int) -> Alive:
 
 
 def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
-    """Host bytes of one rank (pinned) and of one node (load copies)."""
-    s = _Sizes(spec, plan, rank=0)
+    """Host bytes of one rank (pinned blocks, optimizer states), and of one node while the job loads."""
+    float32 = plan.dtype == "float32" and plan.backend != "fsdp2"
+    size = weights.FP32_BYTES if float32 else weights.BF16_BYTES
+    checkpointed = -(-spec.num_hidden_layers // plan.checkpoint_every_n_layers)
     pinned = host.pinned_layer_inputs(
-        num_layers=s.layers if s.offload else 0,
-        tokens=s.tokens,
+        num_layers=checkpointed if plan.offload_activations else 0,
+        tokens=plan.tokens_per_rank,
         hidden_size=spec.hidden_size,
-        dtype_bytes=s.compute_bytes,
+        dtype_bytes=size,
     )
-    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=s.state_bytes)
-    return {host.pinned_layer_inputs.key: pinned, host.load_copies.key: load}
+    alive = {host.pinned_layer_inputs.key: pinned}
+    if plan.offload_params:
+        shards = tuple(rows * columns for rows, columns in spec.matrix_shapes())
+        alive[host.pinned_shards.key] = host.pinned_shards(parameters=shards, ranks=plan.shard_size)
+        alive[host.optimizer_states.key] = host.optimizer_states(
+            num_parameters=spec.num_parameters, ranks=plan.shard_size
+        )
+    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=state_bytes(plan))
+    return alive | {host.load_copies.key: load}
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Host memory of one node, from the items of one rank."""
+
+    pinned_bytes_per_rank: int
+    other_bytes_per_rank: int
+    load_bytes_per_node: int
+    ranks_per_node: int
+
+    @property
+    def bytes_per_node(self) -> int:
+        """The most that a node holds: while it loads, or while all of its ranks train."""
+        training = (self.pinned_bytes_per_rank + self.other_bytes_per_rank) * self.ranks_per_node
+        return max(training, self.load_bytes_per_node)
+
+
+def host_need(spec: ModelSpec, plan: TrainPlan) -> HostNeed:
+    """Host memory that the plan needs."""
+    items = host_items(spec, plan)
+    pinned = sum(items.get(item.key, 0) for item in (host.pinned_layer_inputs, host.pinned_shards))
+    return HostNeed(
+        pinned_bytes_per_rank=pinned,
+        other_bytes_per_rank=items.get(host.optimizer_states.key, 0),
+        load_bytes_per_node=items[host.load_copies.key],
+        ranks_per_node=min(plan.num_gpus, plan.gpus_per_node),
+    )
 
 
 def candidate_ranks(plan: TrainPlan) -> tuple[int, ...]:

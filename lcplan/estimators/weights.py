@@ -1,4 +1,4 @@
-"""Model weights: resident shards, gathered copies, optimizer states and what a save writes.
+"""Model weights: resident shards, gathered copies, and what a save writes.
 
 Letters: P parameters, W ranks that share the states, b bytes of one element.
 """
@@ -24,20 +24,6 @@ def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
     Confidence: exact
     """
     return ceil_div(dtype_bytes * num_parameters, ranks)
-
-
-@item("optimizer.adamw_states", "optimizer_state")
-def adamw_states(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
-    """First and second moment of AdamW, in the dtype of the weights they belong to.
-
-    Formula: ``2*b*P/W``
-    Live in: every phase from the second step on
-    Rounding: up to whole bytes
-    Ignores: one 512-byte step counter per parameter tensor
-    Source: torch.optim.AdamW (fused); resident bytes of rows m001-m034
-    Confidence: exact
-    """
-    return ceil_div(2 * dtype_bytes * num_parameters, ranks)
 
 
 @item("weights.gathered_layers", "all_gather")
