@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lcplan.estimators import activations, attention, gradients, host, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
 from lcplan.estimators._item import ITEMS, Item, item
 
 T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
 SHAPE = {"tokens": T, "heads": HEADS, "kv_heads": KV, "head_dim": D}
 EVEN = SHAPE | {"kv_heads": HEADS}
-NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5}
+NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "frozen": False}
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,20 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5}
         (activations.norms(**NORMS, float32=False, wide=False), 2 * 324 * 7),
         (activations.norms(**NORMS, float32=False, wide=True), 2 * 404 * 7),
         (activations.norms(**NORMS, float32=True, wide=False), (2 * 164 + 400) * 7),
+        (activations.norms(**NORMS | {"frozen": True}, float32=False, wide=False), 2 * 164 * 7),
         (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=False), 2 * 244 * 7),
         (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=True), 2 * 324 * 7),
         (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=False), 18 * 40 * 7),
         (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=True), 16 * 40 * 7),
         (activations.residual(tokens=T, hidden_size=H, dtype_bytes=4, copies=2), 2240),
-        (activations.mlp_saved(tokens=T, intermediate_size=INNER), 6272),
-        (activations.mlp_backward(tokens=T, intermediate_size=INNER), 3136),
+        (activations.mlp_saved(tokens=T, intermediate_size=INNER, frozen=False), 6272),
+        (activations.mlp_saved(tokens=T, intermediate_size=INNER, frozen=True), 4704),
+        (activations.mlp_backward(tokens=T, intermediate_size=INNER, frozen=False), 3136),
+        (activations.mlp_backward(tokens=T, intermediate_size=INNER, frozen=True), 4704),
         (activations.mlp_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 160) * 7),
-        (attention.qk_norm(**SHAPE, wide=False, full=False), (6 * 9 * 16 + 36) * 7),
-        (attention.qk_norm(**SHAPE, wide=True, full=True), (8 * 9 * 16 + 8) * 7),
+        (attention.qk_norm(**SHAPE, wide=False, full=False, frozen=False), (6 * 9 * 16 + 36) * 7),
+        (attention.qk_norm(**SHAPE, wide=True, full=True, frozen=False), (8 * 9 * 16 + 8) * 7),
+        (attention.qk_norm(**SHAPE, wide=False, full=False, frozen=True), (4 * 9 * 16 + 36) * 7),
         (attention.kept_outputs(num_layers=5, tokens=T, heads=HEADS, head_dim=D), 5 * (192 + 24) * 7),
         (attention.fused_qkv(**SHAPE), 2 * 9 * 16 * 7),
         (attention.saved(**SHAPE), (384 + 192 + 24) * 7),
@@ -64,8 +68,9 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5}
         (attention.ring_backward(first_rank=False, **SHAPE), (8 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7),
         (attention.ring_backward(first_rank=True, **EVEN), (36 * 96 + 7 * 96 + 24) * 7),
         (attention.ring_backward(first_rank=False, **EVEN), (36 * 96 + 8 * 96 + 24) * 7),
-        (loss_head.final_norm(tokens=T, hidden_size=H, float32=False), 244 * 7),
-        (loss_head.final_norm(tokens=T, hidden_size=H, float32=True), 324 * 7),
+        (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=False), 244 * 7),
+        (loss_head.final_norm(tokens=T, hidden_size=H, float32=True, frozen=False), 324 * 7),
+        (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=True), 164 * 7),
         (loss_head.hidden_states(tokens=T, hidden_size=H), 348 * 7),
         (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=False), 6 * 22_400),
         (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=True), 4 * 22_400),
@@ -75,6 +80,10 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5}
         (loss_head.full_logits(tokens=T, vocab_size=V, hidden_size=H), (6720 + 80) * 7),
         # 7*40*2 = 560 bytes a layer become 1024
         (host.pinned_layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 5120),
+        (lora.adapters(num_parameters=1001, ranks=8), 501),
+        (lora.weight_casts(layer_parameters=11), 22),
+        (lora.saved(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (200 + 30) * 7),
+        (lora.down_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 320) * 7),
         (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
         (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),
         (moe.backward(tokens=T, hidden_size=H, experts_per_token=3, weight_bytes=2), 3 * (240 + 32) * 7),

@@ -89,7 +89,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "checkpoint-every-n-layers 2 with --dtype float32": {"checkpoint_every_n_layers": 2, "dtype": "float32"},
     "offload-params": {"offload_params": True},
     "mlp-tile-size": {"mlp_tile_size": 128},
-    "lora-r": {"lora_r": 8},
+    "lora-r 8 with --backend fsdp2": {"lora_r": 8, "num_gpus": 2},
+    "lora-r 8 with --activation-checkpointing none": {"lora_r": 8, "activation_checkpointing": "none"},
+    "lora-r 8 with --dtype float32": {"lora_r": 8, "dtype": "float32"},
+    "lora-r 8 with --optim sgd": {"lora_r": 8, "optim": "sgd"},
     "quantize": {"quantize": "nf4"},
     "attn-implementation": {"attn_implementation": "eager"},
     "optim muon": {"optim": "muon"},
@@ -156,6 +159,30 @@ def test_replicas_keep_what_they_still_have_to_reduce() -> None:
     replicated = formula.instants(tiny_spec(), plan_of(tiny_spec(), **sizes, dp_replicate_size=2))
     alive = replicated.phases["backward[0].mlp"]
     assert alive["communication.all_reduce_input"] == -(-2 * (4 * LAYER + HEAD + 40) // 2)
+
+
+def test_lora_trains_adapters_only() -> None:
+    t = 4096
+    plan = plan_of(tiny_spec(), max_length=t, lora_r=8)
+    phases = formula.instants(tiny_spec(), plan).phases
+    adapters = 5 * 8 * ((40 + 96) + 2 * (40 + 48) + (96 + 40) + 2 * (40 + 112) + (112 + 40))
+    step = phases["optimizer_step"]
+    assert step["weights.parameters"] == 2 * P
+    assert step["lora.adapters"] == step["gradients.finished"] == 4 * adapters
+    assert step["optimizer.adamw_states"] == 8 * adapters
+    assert "loss_head.weight_gradient" not in phases["loss"]
+    top = phases["backward[4].down_proj"]
+    assert top["lora.saved"] == (2 * (3 * 40 + 96 + 2 * 40 + 112) + 2 * 8 * 7) * t
+    narrow = formula.instants(
+        tiny_spec(), plan_of(tiny_spec(), max_length=t, lora_r=8, lora_target_modules="q_proj,v_proj")
+    )
+    assert narrow.phases["backward[4].mlp"]["lora.saved"] == (2 * 2 * 40 + 2 * 8 * 2) * t
+
+
+@pytest.mark.parametrize("targets", ["lm_head", "q_proj,", "all_linear", ""])
+def test_lora_targets_that_do_not_exist(targets: str) -> None:
+    with pytest.raises(PlanError, match="all-linear"):
+        peak(tiny_spec(), max_length=64, lora_r=8, lora_target_modules=targets)
 
 
 def test_optimizers() -> None:

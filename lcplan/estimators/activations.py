@@ -81,13 +81,16 @@ def layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype_bytes:
 
 
 @item("activations.norms", "activation")
-def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, wide: bool, num_linears: int) -> int:
+def norms(
+    *, tokens: int, hidden_size: int, num_norms: int, float32: bool, wide: bool, frozen: bool, num_linears: int
+) -> int:
     """What RMSNorms before linears save: float32 input, reciprocal root, normed value, output.
 
     A wide norm (OLMo 2) keeps the normed value in float32. In float32 training the input is the residual itself, and
-    each following linear (3 or 2) saves its own bf16 cast.
+    each following linear (3 or 2) saves its own bf16 cast. Frozen weights (LoRA) need neither normed value nor output.
 
-    Formula: ``(8*H + 4)*T*norms``; wide: ``(10*H + 4)*T*norms``; float32: ``(4*H + 4)*T*norms + 2*H*T*linears``
+    Formula: ``(8*H + 4)*T*norms``; wide: ``(10*H + 4)*T*norms``; frozen: ``(4*H + 4)*T*norms``; float32: ``(4*H +
+        4)*T*norms + 2*H*T*linears``
     Live in: backward of a layer; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
@@ -96,6 +99,8 @@ def norms(*, tokens: int, hidden_size: int, num_norms: int, float32: bool, wide:
     """
     if float32:
         return num_norms * (4 * hidden_size + 4) * tokens + 2 * num_linears * hidden_size * tokens
+    if frozen:
+        return num_norms * (4 * hidden_size + 4) * tokens
     return num_norms * ((10 if wide else 8) * hidden_size + 4) * tokens
 
 
@@ -148,31 +153,31 @@ def residual(*, tokens: int, hidden_size: int, dtype_bytes: int, copies: int) ->
 
 
 @item("mlp.saved", "activation")
-def mlp_saved(*, tokens: int, intermediate_size: int) -> int:
-    """gate, up, activation and product of a SwiGLU MLP, bf16.
+def mlp_saved(*, tokens: int, intermediate_size: int, frozen: bool) -> int:
+    """gate, up, activation and product of a SwiGLU MLP, bf16; a frozen down_proj does not need the product.
 
-    Formula: ``8*I*T``
+    Formula: ``8*I*T``; frozen: ``6*I*T``
     Live in: backward of a layer's MLP; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
     Source: transformers 5.24 Qwen3MLP; autograd of silu and mul; allocator traces
     Confidence: exact
     """
-    return 8 * intermediate_size * tokens
+    return (6 if frozen else 8) * intermediate_size * tokens
 
 
 @item("mlp.backward", "temporary")
-def mlp_backward(*, tokens: int, intermediate_size: int) -> int:
-    """Gradients inside the SwiGLU backward, above mlp.saved: three alive, the saved product gone.
+def mlp_backward(*, tokens: int, intermediate_size: int, frozen: bool) -> int:
+    """Gradients inside the SwiGLU backward, above mlp.saved: three alive, a saved product gone.
 
-    Formula: ``4*I*T``
+    Formula: ``4*I*T``; frozen: ``6*I*T``
     Live in: backward of a layer's MLP
     Rounding: exact
     Ignores: nothing
     Source: allocator traces of Qwen3-0.6B and Llama-3.2-1B; rows m001-m011
     Confidence: exact
     """
-    return 4 * intermediate_size * tokens
+    return (6 if frozen else 4) * intermediate_size * tokens
 
 
 @item("mlp.forward", "temporary")

@@ -10,12 +10,12 @@ from lcplan.estimators._item import item
 
 
 @item("attention.qk_norm", "activation")
-def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int, wide: bool, full: bool) -> int:
+def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int, wide: bool, full: bool, frozen: bool) -> int:
     """RMSNorm of queries and keys: float32 input, normed value, reciprocal root.
 
     Per head (Qwen3), or over the whole projection (OLMo 2), whose wide norm keeps the normed value in float32.
 
-    Formula: ``(6*(h+k)*d + 4*(h+k))*T``; wide and full: ``(8*(h+k)*d + 8)*T``
+    Formula: ``(6*(h+k)*d + 4*(h+k))*T``; frozen: ``(4*(h+k)*d + 4*(h+k))*T``; wide and full: ``(8*(h+k)*d + 8)*T``
     Live in: backward of a layer; times layers without checkpointing
     Rounding: exact
     Ignores: nothing
@@ -23,7 +23,8 @@ def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int, wide: bool
     Confidence: exact
     """
     roots = 2 if full else heads + kv_heads
-    return ((8 if wide else 6) * (heads + kv_heads) * head_dim + 4 * roots) * tokens
+    width = 4 if frozen else 8 if wide else 6
+    return (width * (heads + kv_heads) * head_dim + 4 * roots) * tokens
 
 
 @item("attention.saved", "activation")

@@ -38,7 +38,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         ),
         "--offload-params without --backend fsdp2": plan.offload_params and not fsdp,
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
-        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        **_uncovered_lora(spec, plan, plain=plain),
         f"--quantize {plan.quantize}": plan.quantize != "none",
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
@@ -52,3 +52,17 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
+
+
+def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:
+    lora = plan.lora_r is not None
+    also = {
+        f"--backend {plan.backend}": plan.backend != "single",
+        f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing != "full",
+        f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
+        f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
+        f"--loss {plan.loss}": plan.loss != "chunked",
+        f"--optim {plan.optim}": not plan.optim.startswith("adamw_torch"),
+        spec.model_type: not plain,
+    }
+    return {f"--lora-r {plan.lora_r} with {what}": lora and present for what, present in also.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lcplan.estimators import activations, attention, gradients, host, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
 from lcplan.estimators.coverage import check_covered
 from lcplan.estimators.layer import TRAITS, Alive, LayerInstant, LayerShape, merge, saved
 from lcplan.estimators.layer import instants as layer_instants
@@ -54,16 +54,24 @@ class _Step:
         self.fsdp = plan.backend == "fsdp2"
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
         self.state_bytes = state_bytes(plan)
+        targets = lora.target_shapes(spec, plan.lora_target_modules) if plan.lora_r else {}
+        self.frozen = plan.lora_r is not None
+        adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
+        self.trainable_layer = adapters if self.frozen else spec.layers[0].total
+        self.trainable_head = 0 if self.frozen else spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
+        self.trainable = adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters
         self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
+        self.trained_bytes = weights.FP32_BYTES if plan.lora_r else self.state_bytes
         self.tokens = plan.tokens_per_rank
         self.layers = spec.num_hidden_layers
         self.layer = spec.layers[0].total
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
         self.tied = spec.tie_word_embeddings
+        self.gradient_bytes = weights.FP32_BYTES if self.frozen else self.compute_bytes
         self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
-        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates)
+        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and not self.frozen
         self.shape = LayerShape(
             spec=spec,
             tokens=self.tokens,
@@ -73,6 +81,8 @@ class _Step:
             cp_size=plan.cp_size,
             first_rank=rank == 0,
             allgather=plan.cp_comm_strategy == "allgather",
+            lora_rank=plan.lora_r,
+            lora_targets=targets,
         )
 
     def layers_that_can_peak(self) -> list[int]:
@@ -94,8 +104,14 @@ class _Step:
         }
         if plan.offload_params:
             return alive
-        size = {"num_parameters": spec.num_parameters, "dtype_bytes": self.state_bytes, "ranks": plan.shard_size}
-        alive[weights.parameters.key] = weights.parameters(**size)
+        ranks = plan.shard_size
+        base_bytes = weights.BF16_BYTES if self.frozen else self.state_bytes
+        alive[weights.parameters.key] = weights.parameters(
+            num_parameters=spec.num_parameters, dtype_bytes=base_bytes, ranks=ranks
+        )
+        if self.frozen:
+            alive[lora.adapters.key] = lora.adapters(num_parameters=self.trainable, ranks=ranks)
+        size = {"num_parameters": self.trainable, "dtype_bytes": self.trained_bytes, "ranks": ranks}
         if plan.optim.startswith("adamw"):
             alive[optimizer.adamw_states.key] = optimizer.adamw_states(**size)
         elif plan.optim == "adafactor":
@@ -164,13 +180,13 @@ class _Step:
     def gradients(self, done: int, current: int) -> Alive:
         """Gradients of ``done`` parameters, and of ``current`` ones that the running layer has made so far."""
         if self.accumulates:
-            kept = gradients.accumulated(num_parameters=self.spec.num_parameters, dtype_bytes=self.compute_bytes)
+            kept = gradients.accumulated(num_parameters=self.trainable, dtype_bytes=self.gradient_bytes)
             return {gradients.accumulated.key: kept}
         made = gradients.current_layer(num_parameters=current, dtype_bytes=self.compute_bytes)
         alive = {gradients.current_layer.key: made}
         ranks = self.plan.shard_size
         if not self.plan.offload_params:
-            per_parameter = weights.FP32_BYTES if self.fsdp else self.compute_bytes
+            per_parameter = weights.FP32_BYTES if self.fsdp else self.gradient_bytes
             alive[gradients.finished.key] = gradients.finished(
                 num_parameters=done, dtype_bytes=per_parameter, ranks=ranks
             )
@@ -209,7 +225,7 @@ class _Step:
         alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
-        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide)
+        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
         if self.fsdp:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         if self.plan.loss == "full":
@@ -217,8 +233,9 @@ class _Step:
             alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
         else:
             alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=tokens, hidden_size=hidden)
-            gradient = loss_head.weight_gradient
-            alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
+            if not self.frozen:
+                gradient = loss_head.weight_gradient
+                alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
             alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=tokens)
             if float32:
                 alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
@@ -226,7 +243,8 @@ class _Step:
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
-        done = (self.layers - 1 - index) * self.layer + (0 if self.holds_tied_head else self.head)
+        done = (self.layers - 1 - index) * self.trainable_layer
+        done += 0 if self.holds_tied_head else self.trainable_head
         common = merge(self.step_wide(), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
         alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
@@ -248,13 +266,15 @@ class _Step:
     def embedding_backward(self) -> Alive:
         """Backward of the token embedding."""
         spec, tokens = self.spec, self.tokens
-        done = self.layers * self.layer + (0 if self.holds_tied_head else self.head)
+        done = self.layers * self.trainable_layer + (0 if self.holds_tied_head else self.trainable_head)
         table = gradients.embedding(embedding_parameters=spec.embedding_parameters, dtype_bytes=self.compute_bytes)
         incoming = activations.residual(
             tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
         )
         alive = merge(self.step_wide(), self.gradients(done, current=0), self.tied_head())
-        alive = merge(alive, {gradients.embedding.key: table, activations.residual.key: incoming})
+        alive = merge(alive, {activations.residual.key: incoming})
+        if not self.frozen:
+            alive[gradients.embedding.key] = table
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
             alive[scatter.key] = scatter(unit_parameters=self.layer)
@@ -265,12 +285,10 @@ class _Step:
     def optimizer_step(self) -> Alive:
         """All gradients and the optimizer's own temporaries."""
         spec, plan = self.spec, self.plan
-        alive = merge(self.states(), self.gradients(spec.num_parameters, current=0))
+        alive = merge(self.states(), self.gradients(self.trainable, current=0))
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
-            alive[item.key] = item(
-                num_parameters=spec.num_parameters, dtype_bytes=self.state_bytes, ranks=plan.shard_size
-            )
+            alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
         if plan.optim == "adafactor":
             largest = max(rows * columns for rows, columns in spec.matrix_shapes())
             alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=largest)

@@ -5,10 +5,11 @@ Families differ in few ways, which ``Traits`` names; everything else is the shap
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lcplan.estimators import activations, attention, moe, weights
+from lcplan.estimators import activations, attention, lora, moe, weights
 from lcplan.model_spec import ModelSpec
 
 Alive = dict[str, int]
@@ -67,6 +68,14 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
+    lora_rank: int | None
+    lora_targets: dict[str, tuple[int, int]]
+    """Adapted linears with inputs and outputs; empty without LoRA."""
+
+    @property
+    def frozen(self) -> bool:
+        """The base weights get no gradient."""
+        return self.lora_rank is not None
 
     @property
     def traits(self) -> Traits:
@@ -98,7 +107,7 @@ def _norms(shape: LayerShape, tokens: int, *, feeding: int, closing: int, linear
     alive = {
         activations.norms.key: activations.norms(
             tokens=tokens, hidden_size=shape.spec.hidden_size, num_norms=feeding, float32=shape.float32,
-            wide=shape.traits.wide_norms, num_linears=linears,
+            wide=shape.traits.wide_norms, frozen=shape.frozen, num_linears=linears,
         )
     }  # fmt: skip
     if closing:
@@ -116,7 +125,7 @@ def _saved_attention(shape: LayerShape, tokens: int) -> Alive:
     if spec.qk_norm != "none":
         wide = traits.wide_norms
         alive[attention.qk_norm.key] = attention.qk_norm(
-            tokens=tokens, wide=wide, full=spec.qk_norm == "full", **shape.heads
+            tokens=tokens, wide=wide, full=spec.qk_norm == "full", frozen=shape.frozen, **shape.heads
         )
     if traits.fused_qkv:
         alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=tokens, **shape.heads)
@@ -144,7 +153,7 @@ def _saved_mlp(shape: LayerShape, tokens: int) -> Alive:
     alive = _norms(shape, tokens, feeding=feeding, closing=traits.closing_norms, linears=2)
     if spec.moe is None:
         alive[activations.mlp_saved.key] = activations.mlp_saved(
-            tokens=tokens, intermediate_size=spec.intermediate_size
+            tokens=tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
         )
     else:
         alive[moe.router.key] = moe.router(
@@ -179,27 +188,44 @@ class LayerInstant:
 
 def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     """Those instants of a layer's backward that can be its largest."""
-    found = [_mlp(shape) if shape.spec.moe is None else _experts(shape), _attention(shape)]
+    if "down_proj" in shape.lora_targets:
+        return (_adapted_down(shape), _attention(shape))
+    found: list[LayerInstant] = [_mlp(shape) if shape.spec.moe is None else _experts(shape), _attention(shape)]
     if shape.traits.closing_norms:
         found.insert(0, _closing_norm(shape))
     return tuple(found)
 
 
-def _unpacked_input(shape: LayerShape) -> Alive:
-    """In bf16 a layer's input is gone once it was recomputed from; in float32 the first norm saved it."""
-    return _residual(shape, shape.tokens, 1)
-
-
 def _mlp(shape: LayerShape) -> LayerInstant:
     spec = shape.spec
     item = activations.mlp_backward
-    own = {item.key: item(tokens=shape.tokens, intermediate_size=spec.intermediate_size)}
+    own = {item.key: item(tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen)}
     # a closing norm is over when the MLP runs
     over = _norms(shape, -shape.tokens, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0)
     over.pop(activations.norms.key)
     alive = merge(saved(shape, shape.tokens), own, over, _residual(shape, shape.tokens, 1))
     alive = merge(alive, _autocast(shape, with_mlp=True))
-    return LayerInstant("mlp", alive, made=spec.hidden_size * spec.intermediate_size)
+    made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
+    return LayerInstant("mlp", merge(alive, _adapters(shape, shape.lora_targets)), made)
+
+
+def _adapters(shape: LayerShape, names: Collection[str]) -> Alive:
+    """What the named adapters keep, and the casts of the layer's adapter weights."""
+    if shape.lora_rank is None:
+        return {}
+    kept = lora.saved(
+        tokens=shape.tokens, sum_of_inputs=sum(shape.lora_targets[name][0] for name in names),
+        num_targets=len(names), rank=shape.lora_rank,
+    )  # fmt: skip
+    casts = lora.weight_casts(layer_parameters=lora.adapter_parameters(shape.lora_targets, shape.lora_rank))
+    return {lora.saved.key: kept, lora.weight_casts.key: casts}
+
+
+def _adapted_down(shape: LayerShape) -> LayerInstant:
+    spec, item = shape.spec, lora.down_forward
+    own = {item.key: item(tokens=shape.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size)}
+    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
+    return LayerInstant("down_proj", merge(alive, _adapters(shape, shape.lora_targets)), made=0)
 
 
 def _experts(shape: LayerShape) -> LayerInstant:
@@ -239,6 +265,10 @@ def _attention(shape: LayerShape) -> LayerInstant:
         own = {attention.backward.key: attention.backward(**sizes)}
     alive = merge(_saved_attention(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
     alive = merge(alive, _autocast(shape, with_mlp=False))
+    before = [name for name in ("q_proj", "k_proj", "v_proj") if name in shape.lora_targets]
+    alive = merge(alive, _adapters(shape, before))
+    if shape.frozen:
+        return LayerInstant("attention", alive, made=0)
     # everything behind attention: the MLP, its norms, o_proj
     norms = spec.layers[0].norms - spec.hidden_size * min(shape.traits.feeding_norms, 1)
     output = spec.num_attention_heads * spec.head_dim * spec.hidden_size

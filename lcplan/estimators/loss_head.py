@@ -18,17 +18,18 @@ its gradient, the bf16 gradient. Rows m015 and m016 agree within 0.01%."""
 
 
 @item("loss_head.final_norm", "activation")
-def final_norm(*, tokens: int, hidden_size: int, float32: bool) -> int:
+def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) -> int:
     """What the final RMSNorm saves.
 
-    Formula: ``(6*H + 4)*T``; float32: ``(8*H + 4)*T``
+    Formula: ``(6*H + 4)*T``; float32: ``(8*H + 4)*T``; frozen: ``(4*H + 4)*T``
     Live in: loss
     Rounding: exact
     Ignores: nothing
     Source: allocator trace of Qwen3-4B without checkpointing; transformers 5.24 Qwen3RMSNorm
     Confidence: exact
     """
-    return ((8 if float32 else 6) * hidden_size + 4) * tokens
+    width = 4 if frozen else 8 if float32 else 6
+    return (width * hidden_size + 4) * tokens
 
 
 @item("loss_head.hidden_states", "temporary")

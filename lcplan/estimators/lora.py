@@ -1,0 +1,108 @@
+"""LoRA on a frozen bf16 base: float32 adapters, and what each adapted linear keeps beside it.
+
+Letters: T tokens per rank, r rank of the adapters, H hidden size, I intermediate size, h heads, d head_dim,
+P_a adapter parameters.
+"""
+
+from __future__ import annotations
+
+from lcplan.errors import PlanError
+from lcplan.estimators._item import item
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
+from lcplan.model_spec import ModelSpec
+from lcplan.units import ceil_div
+
+ALL_LINEAR = "all-linear"
+"""peft's name for every linear but the head."""
+
+
+def target_shapes(spec: ModelSpec, targets: str) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each adapted linear of one layer.
+
+    Raises:
+        PlanError: for a name that no linear of the layer has, listing those there are.
+    """
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    known = {
+        "q_proj": (hidden, query),
+        "k_proj": (hidden, key),
+        "v_proj": (hidden, key),
+        "o_proj": (query, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+    names = list(known) if targets == ALL_LINEAR else [name.strip() for name in targets.split(",")]
+    for name in names:
+        if name not in known:
+            raise PlanError(
+                "lora-targets",
+                f"--lora-target-modules {targets!r}: {name!r} is no linear of a decoder layer. "
+                f"Use {ALL_LINEAR} or names of: {', '.join(known)}.",
+            )
+    return {name: known[name] for name in dict.fromkeys(names)}
+
+
+def adapter_parameters(shapes: dict[str, tuple[int, int]], rank: int) -> int:
+    """Parameters of one layer's adapters: A is r x inputs, B outputs x r."""
+    return sum(rank * (inputs + outputs) for inputs, outputs in shapes.values())
+
+
+@item("lora.adapters", "parameter")
+def adapters(*, num_parameters: int, ranks: int) -> int:
+    """Adapter weights; peft keeps them in float32.
+
+    Formula: ``4*P_a/W``
+    Live in: every phase
+    Rounding: up to whole bytes
+    Ignores: 512-byte blocks of small tensors
+    Source: peft 0.21 autocast_adapter_dtype; resident bytes of row m020
+    Confidence: exact
+    """
+    return ceil_div(FP32_BYTES * num_parameters, ranks)
+
+
+@item("lora.weight_casts", "temporary")
+def weight_casts(*, layer_parameters: int) -> int:
+    """Bf16 casts of one layer's adapters.
+
+    Formula: ``2*P_a_layer``
+    Live in: backward of a layer
+    Rounding: exact
+    Ignores: nothing
+    Source: autocast; allocator trace of Qwen3-4B with r=16
+    Confidence: exact
+    """
+    return BF16_BYTES * layer_parameters
+
+
+@item("lora.saved", "activation")
+def saved(*, tokens: int, sum_of_inputs: int, num_targets: int, rank: int) -> int:
+    """Every adapted linear's own bf16 copy of its input, and A's output.
+
+    Formula: ``(2*inputs + 2*r)*T`` summed over the adapted linears
+    Live in: backward of a layer
+    Rounding: exact
+    Ignores: lora_dropout, whose mask and scaled copy come on top
+    Source: peft 0.21 LoraLayer.forward under autocast; allocator trace of Qwen3-4B with r=16
+    Confidence: exact
+    """
+    return (2 * sum_of_inputs + 2 * rank * num_targets) * tokens
+
+
+@item("lora.down_forward", "temporary")
+def down_forward(*, tokens: int, hidden_size: int, intermediate_size: int) -> int:
+    """End of the recomputation, in down_proj's adapter, when its float32 input is alive.
+
+    That is 4I, with the product 2I, and five times 2H: the mid-layer sum, the MLP's input, the base's result, and twice
+    the incoming gradient less the one that every instant has.
+
+    Formula: ``(6*I + 8*H)*T``
+    Live in: backward of a layer (down_proj adapted)
+    Rounding: exact
+    Ignores: nothing
+    Source: peft 0.21 LoraLayer._cast_input_dtype; allocator trace of Qwen3-4B with r=16; row m020
+    Confidence: exact
+    """
+    return (6 * intermediate_size + 8 * hidden_size) * tokens
