@@ -87,6 +87,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
         (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),
         (moe.backward(tokens=T, hidden_size=H, experts_per_token=3, weight_bytes=2), 3 * (240 + 32) * 7),
+        (moe.gate_up_backward(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 96) * 7),
         (moe.router_gradients(tokens=T, num_experts=12, num_layers=5), 2 * 12 * 7 * 5),
         (gradients.all_reduce_input(num_parameters=1001, ranks=8), 251),
         # 4 * 100 / 8 = 50 bytes become 64, 4 * 1000 / 8 = 500 become 512

@@ -77,6 +77,7 @@ class _Step:
             tokens=self.tokens,
             float32=self.float32,
             keeps_input=plan.activation_checkpointing == "none" or plan.offload_activations,
+            offloads_input=plan.offload_activations,
             ring_copies_output=self.ring and rank < plan.cp_size - 1,
             cp_size=plan.cp_size,
             first_rank=rank == 0,
@@ -150,8 +151,9 @@ class _Step:
         if running and (every is None or (count - 1) % every):
             whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
         kept = saved(self.shape, self.tokens * whole) if whole else {}
-        if not self.plan.offload_activations:
-            kept = merge(kept, self._inputs(checkpointed))
+        # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
+        on_gpu = checkpointed if not self.plan.offload_activations else 1 if self.frozen else 0
+        kept = merge(kept, self._inputs(on_gpu))
         if self.plan.activation_checkpointing == "selective":
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)

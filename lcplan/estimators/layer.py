@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lcplan.estimators import activations, attention, lora, moe, weights
-from lcplan.model_spec import ModelSpec
+from lcplan.model_spec import ModelSpec, MoeSpec
 
 Alive = dict[str, int]
 """Item key -> bytes at one instant."""
@@ -64,6 +64,8 @@ class LayerShape:
     float32: bool
     keeps_input: bool
     """The layer's own input is one of its saved tensors (float32: not a cast of it), and is not stored elsewhere."""
+    offloads_input: bool
+    """The layer's own input waits on the host."""
     ring_copies_output: bool
     cp_size: int
     first_rank: bool
@@ -190,10 +192,11 @@ def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     """Those instants of a layer's backward that can be its largest."""
     if "down_proj" in shape.lora_targets:
         return (_adapted_down(shape), _attention(shape))
-    found: list[LayerInstant] = [_mlp(shape) if shape.spec.moe is None else _experts(shape), _attention(shape)]
+    if shape.spec.moe is not None:
+        return (_experts(shape, shape.spec.moe), _expert_gradients(shape, shape.spec.moe), _attention(shape))
     if shape.traits.closing_norms:
-        found.insert(0, _closing_norm(shape))
-    return tuple(found)
+        return (_closing_norm(shape), _mlp(shape), _attention(shape))
+    return (_mlp(shape), _attention(shape))
 
 
 def _mlp(shape: LayerShape) -> LayerInstant:
@@ -224,21 +227,33 @@ def _adapters(shape: LayerShape, names: Collection[str]) -> Alive:
 def _adapted_down(shape: LayerShape) -> LayerInstant:
     spec, item = shape.spec, lora.down_forward
     own = {item.key: item(tokens=shape.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size)}
-    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
+    # still inside the recomputation, so an offloaded input that was copied back is alive as well
+    copies = 2 if shape.offloads_input else 1
+    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, copies))
     return LayerInstant("down_proj", merge(alive, _adapters(shape, shape.lora_targets)), made=0)
 
 
-def _experts(shape: LayerShape) -> LayerInstant:
-    spec = shape.spec
-    assert spec.moe is not None
+def _experts(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
     own = {
         moe.backward.key: moe.backward(
-            tokens=shape.tokens, hidden_size=spec.hidden_size, experts_per_token=spec.moe.num_experts_per_tok,
+            tokens=shape.tokens, hidden_size=shape.spec.hidden_size, experts_per_token=experts.num_experts_per_tok,
             weight_bytes=weights.FP32_BYTES if shape.traits.wide_routing else weights.BF16_BYTES,
         )
     }  # fmt: skip
     alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
     return LayerInstant("experts", alive, made=0)
+
+
+def _expert_gradients(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
+    hidden, width = shape.spec.hidden_size, experts.moe_intermediate_size
+    own = {
+        moe.gate_up_backward.key: moe.gate_up_backward(
+            tokens=shape.tokens, hidden_size=hidden, experts_per_token=experts.num_experts_per_tok, expert_size=width
+        )
+    }
+    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
+    del alive[moe.experts.key]
+    return LayerInstant("expert_gradients", alive, made=3 * experts.num_experts * width * hidden)
 
 
 def _closing_norm(shape: LayerShape) -> LayerInstant:

@@ -53,6 +53,20 @@ def backward(*, tokens: int, hidden_size: int, experts_per_token: int, weight_by
     return (3 * weight_bytes * hidden_size + 4 * INDEX_BYTES) * experts_per_token * tokens
 
 
+@item("moe.gate_up_backward", "temporary")
+def gate_up_backward(*, tokens: int, hidden_size: int, experts_per_token: int, expert_size: int) -> int:
+    """Last part of the experts' backward: gathered tokens, their gradient, and that of gate and up.
+
+    Formula: ``t*(4*H + 4*m)*T``
+    Live in: backward of a layer's experts, when the gradients of all its expert weights exist (short sequences)
+    Rounding: exact
+    Ignores: nothing
+    Source: torch grouped_mm backward; allocator traces of Qwen3-30B-A3B at 16,384 and 65,536 tokens
+    Confidence: exact
+    """
+    return experts_per_token * (4 * hidden_size + 4 * expert_size) * tokens
+
+
 @item("moe.router_gradients", "gradient")
 def router_gradients(*, tokens: int, num_experts: int, num_layers: int) -> int:
     """Gradients of router logits: the load-balancing loss makes those of all layers at once; bf16.
