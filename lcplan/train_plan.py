@@ -52,6 +52,8 @@ class TrainPlan(Record):
     checkpoint_every_n_layers: int = Field(default=1, gt=0)
     offload_activations: bool = False
     """Checkpointed layer inputs wait in pinned host memory."""
+    activation_offloading: bool = False
+    """TRL's own offloading of saved tensors, on a side stream; offload_activations is transformers'."""
     offload_params: bool = False
     mlp_tile_size: int | None = Field(default=None, gt=0)
     lora_r: int | None = Field(default=None, gt=0)
@@ -261,6 +263,12 @@ def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
             "offload-without-checkpointing",
             "--offload-activations moves checkpointed layer inputs to the host, but --activation-checkpointing is "
             "none, so there are none. Use --activation-checkpointing full.",
+        )
+    if plan.activation_offloading and plan.offload_activations:
+        raise PlanError(
+            "two-offloads",
+            "--activation-offloading (TRL) and --offload-activations (transformers) both move the layer inputs. Use "
+            "--offload-activations alone: it needs less GPU memory.",
         )
     if plan.optim not in KNOWN_OPTIMIZERS:
         raise PlanError("unknown-optim", f"--optim {plan.optim!r} is not known. Use: {', '.join(KNOWN_OPTIMIZERS)}.")

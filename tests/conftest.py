@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from lcplan.cli.main import main
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
 
@@ -31,6 +33,29 @@ def plan_of(spec: ModelSpec, **given: Any) -> TrainPlan:
     return resolve(spec, given, usual_gpus_per_node=8)[0]
 
 
+class Outcome(NamedTuple):
+    """What a user sees of one command."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def lcplan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """The command line, called in this process."""
+
+    def call(*args: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(list(args))
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return Outcome(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return call
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that train are skipped where the train extra is not installed, and say so."""
     missing = [name for name in ("torch", "transformers", "trl", "datasets") if find_spec(name) is None]
@@ -47,3 +72,9 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture(autouse=True)
+def _no_rows_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads or writes the rows that the user has recorded."""
+    monkeypatch.setenv("LCPLAN_ROWS", str(tmp_path_factory.mktemp("own") / "rows.jsonl"))

@@ -36,11 +36,13 @@ def test_a_drift_is_found() -> None:
 
 
 def test_rows_outside_the_formulas_are_named_not_counted() -> None:
-    report = check_rows(load_rows(), tolerance=0.02)
-    refused = {row.id: row.refused for row in report.rows if row.refused}
-    assert report.num_checked + report.num_refused == len(report.rows)
-    assert "lora" in (refused["m020"] or "")
-    assert not check_rows([row for row in load_rows() if row.id == "m020"], tolerance=1).passed, "nothing was checked"
+    first, second = load_rows()[:2]
+    row = first.model_copy(update={"plan": first.plan | {"lever_of_tomorrow": True}})
+    report = check_rows([row, second], tolerance=0.02)
+    assert (report.num_checked, report.num_refused) == (1, 1)
+    assert report.rows[0].refused == "lever_of_tomorrow"
+    assert report.rows[0].error is None
+    assert not check_rows([row], tolerance=1).passed, "nothing was checked"
 
 
 def test_a_users_own_rows(tmp_path: Path) -> None:

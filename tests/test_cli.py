@@ -9,28 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lcplan.cli.main import main
 from tests.conftest import tiny_config
 
 JOB = ["Qwen/Qwen3-8B", "--max-length", "1Mi", "--gpu", "h100-80gb", "--num-gpus", "8", "--cp-size", "8"]
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def lcplan(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    def call(*args: str) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(list(args))
-        captured = capsys.readouterr()
-        code = stop.value.code
-        return Outcome(code if isinstance(code, int) else 0, captured.out, captured.err)
-
-    return call
 
 
 def test_the_first_line_answers(lcplan) -> None:
@@ -142,8 +123,11 @@ def test_check(lcplan) -> None:
     result = lcplan("check", "--tolerance", "2%")
     assert result.code == 0
     assert "no row drifts" in result.out
+    assert "context-parallel" in result.out
     report = json.loads(lcplan("check", "--tolerance", "2%", "--json").out)
     assert {"measured_bytes", "predicted_bytes", "error"} <= set(report["rows"][0])
+    assert {"worst_error", "mean_error", "mean_signed_error"} <= set(report)
+    assert {"kind", "name", "num_rows", "worst_error", "mean_error", "mean_signed_error"} <= set(report["groups"][0])
     assert lcplan("check", "--tolerance", "0.0001%").code == 1
     assert "percentage" in lcplan("check", "--tolerance", "2").err
 
@@ -171,12 +155,14 @@ MISTAKES = [
     (["estimate", *JOB, "--units", "TB"], "GiB, GB"),
     (["estimate", *JOB, "--method", "guess"], "formula"),
     (["estimate", *JOB, "--num-gpus", "7"], "the product must equal"),
+    (["estimate", *JOB, "--compare-rules", "--explain", "mlp.saved"], "Give one of them"),
     (["recommend", "qwen3-8b", "--gpu", "h200"], "--longest"),
     (["recommend", "qwen3-8b", "--gpu", "h200", "--longest", "--max-length", "1M"], "Use one of them"),
     (["recommend", "qwen3-8b", "--longest"], "--gpu"),
     (["recommend", "qwen3-8b", "--longest", "--gpu", "h200", "--num-gpus", "-1"], "positive"),
     (["list", "nothing"], "models, gpus, presets, levers"),
     (["check", "--rows", "not-there.jsonl"], "not-there.jsonl"),
+    (["check", "--add", "not-there.json"], "not-there.json"),
 ]
 
 

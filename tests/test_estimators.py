@@ -83,6 +83,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (lora.adapters(num_parameters=1001, ranks=8), 501),
         (lora.weight_casts(layer_parameters=11), 22),
         (lora.saved(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (200 + 30) * 7),
+        (lora.shared_inputs(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (200 + 30) * 7),
         (lora.down_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 320) * 7),
         (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
         (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),

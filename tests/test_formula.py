@@ -89,7 +89,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "checkpoint-every-n-layers 2 with --dtype float32": {"checkpoint_every_n_layers": 2, "dtype": "float32"},
     "offload-params": {"offload_params": True},
     "mlp-tile-size": {"mlp_tile_size": 128},
-    "lora-r 8 with --backend fsdp2": {"lora_r": 8, "num_gpus": 2},
+    "lora-r 8 with --offload-params": {"lora_r": 8, "num_gpus": 2, "offload_params": True},
+    "lora-r 8 with --dp-replicate-size 2": {"lora_r": 8, "num_gpus": 4, "dp_replicate_size": 2},
+    "activation-offloading with --backend fsdp2": {"activation_offloading": True, "num_gpus": 2},
+    "activation-offloading without": {"activation_offloading": True, "activation_checkpointing": "none"},
     "lora-r 8 with --activation-checkpointing none": {"lora_r": 8, "activation_checkpointing": "none"},
     "lora-r 8 with --dtype float32": {"lora_r": 8, "dtype": "float32"},
     "lora-r 8 with --optim sgd": {"lora_r": 8, "optim": "sgd"},
@@ -98,7 +101,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optim muon": {"optim": "muon"},
     "adafactor with --backend fsdp2": {"optim": "adafactor", "num_gpus": 2},
     "packing": {"packing": True},
-    "gradient-accumulation-steps": {"gradient_accumulation_steps": 2, "num_gpus": 2},
     "loss full": {"loss": "full", "dtype": "float32"},
     "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
 }
@@ -177,6 +179,33 @@ def test_lora_trains_adapters_only() -> None:
         tiny_spec(), plan_of(tiny_spec(), max_length=t, lora_r=8, lora_target_modules="q_proj,v_proj")
     )
     assert narrow.phases["backward[4].mlp"]["lora.saved"] == (2 * 2 * 40 + 2 * 8 * 2) * t
+
+
+def test_lora_under_fsdp2_shares_inputs() -> None:
+    t = 1024
+    plan = plan_of(tiny_spec(), max_length=4 * t, num_gpus=4, cp_size=4, lora_r=8)
+    alive = formula.instants(tiny_spec(), plan).phases["backward[0].mlp"]
+    assert alive["lora.shared_inputs"] == (2 * 2 * 40 + 2 * 8 * 7) * t
+    assert alive["weights.parameters"] == -(-2 * P // 4), "the frozen base stays in bf16"
+    adapters = 8 * ((40 + 96) + 2 * (40 + 48) + (96 + 40) + 2 * (40 + 112) + (112 + 40))
+    assert alive["weights.gathered_layers"] == 2 * (LAYER + adapters)
+    assert alive["communication.reduce_scatter_input"] == 2 * adapters
+
+
+def test_accumulated_gradients_are_whole_under_fsdp2_until_reduced() -> None:
+    sizes: dict[str, Any] = {"max_length": 1024, "num_gpus": 4, "gradient_accumulation_steps": 2}
+    phases = formula.instants(tiny_spec(), plan_of(tiny_spec(), **sizes)).phases
+    assert phases["loss"]["gradients.accumulated"] == 2 * P
+    assert phases["backward[4].mlp"]["gradients.accumulated"] == 2 * (P - HEAD - 40)
+    assert "gradients.accumulated" not in phases["optimizer_step"]
+
+
+def test_trl_offloading_keeps_one_input_in_the_backward() -> None:
+    t = 4096
+    plan = plan_of(tiny_spec(), max_length=t, activation_offloading=True)
+    phases = formula.instants(tiny_spec(), plan).phases
+    assert phases["backward[4].mlp"]["activations.layer_inputs"] == 2 * 40 * t
+    assert formula.host_need(tiny_spec(), plan).pinned_bytes_per_rank > 0
 
 
 @pytest.mark.parametrize("targets", ["lm_head", "q_proj,", "all_linear", ""])

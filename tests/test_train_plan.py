@@ -56,6 +56,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("cp-packing", {"num_gpus": 2, "cp_size": 2, "packing": True}, "--no-packing"),
     ("cp-attention", {"num_gpus": 2, "cp_size": 2, "attn_implementation": "flash_attention_2"}, "sdpa"),
     ("offload-without-checkpointing", {"offload_activations": True, "activation_checkpointing": "none"}, "full"),
+    ("two-offloads", {"offload_activations": True, "activation_offloading": True}, "alone"),
     ("unknown-optim", {"optim": "lion"}, "adamw_torch_fused"),
 ]
 

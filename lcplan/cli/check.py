@@ -4,30 +4,70 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lcplan.cli.plan_options import JsonOption
 from lcplan.errors import InputError
 
+if TYPE_CHECKING:
+    from lcplan.checking import MeasuredRow
+
 
 def command(
     tolerance: Annotated[str, typer.Option(help="Largest error allowed on a row, such as 1%.")] = "1%",
-    rows: Annotated[Path | None, typer.Option(help="JSON-lines file of measured rows; the shipped ones.")] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(help="JSON-lines file of measured rows; the shipped ones and your own where not given."),
+    ] = None,
+    add: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RESULT.json",
+            help="Record a run of your own: the result.json of a job folder, or a measured row. It goes to --rows, "
+            "$LCPLAN_ROWS or ~/.local/share/lcplan/rows.jsonl.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Hold the formulas against every recorded GPU measurement. Exit 0 if none drifts, 1 if one does."""
-    from lcplan.checking import check_rows, load_rows
-    from lcplan.cli.output import print_json
-    from lcplan.reports.terminal import print_check
+    """Hold the formulas against every recorded GPU measurement. Exit 0 if none drifts, 1 if one does.
 
-    report = check_rows(load_rows(rows), tolerance=parse_percent(tolerance))
+    Example: lcplan check --add runs/qwen3-8b-1m/result.json
+    """
+    from lcplan.cli.output import print_json
+    from lcplan.reports.check_result import print_added, print_check
+
+    allowed = parse_percent(tolerance)
+    if add is not None:
+        from lcplan.user_rows import record_run, rows_path
+
+        added = record_run(add, rows or rows_path(), tolerance=allowed)
+        if json:
+            print_json(added)
+        else:
+            print_added(added)
+        raise typer.Exit(0 if added.passed else 1)
+    from lcplan.checking import check_rows
+
+    report = check_rows(_rows(rows), tolerance=allowed)
     if json:
         print_json(report)
     else:
         print_check(report)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _rows(path: Path | None) -> tuple[MeasuredRow, ...]:
+    """Those of one file, or the shipped ones and the user's own."""
+    from lcplan.checking import load_rows
+
+    if path is not None:
+        return load_rows(path)
+    from lcplan.user_rows import load_user_rows, rows_path
+
+    own = rows_path()
+    return load_rows() + (load_user_rows(own) if own.is_file() else ())
 
 
 def parse_percent(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,12 @@ from lcplan.cli.plan_options import (
     read_job,
     with_plan_flags,
 )
+from lcplan.errors import InputError
+
+if TYPE_CHECKING:
+    from lcplan.cli.plan_options import Job
+    from lcplan.ledger import MemoryReport
+    from lcplan.units import ByteUnits
 
 
 @with_plan_flags
@@ -26,6 +32,9 @@ def command(
     config: ConfigOption = None,
     method: Annotated[str, typer.Option(help="How to obtain the report: formula.")] = "formula",
     explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
+    compare_rules: Annotated[
+        bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
+    ] = False,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -40,12 +49,32 @@ def command(
 
     size_units = check_units(units)
     check_choice("--method", method, ("formula",))
+    if compare_rules and explain is not None:
+        raise InputError(
+            "two-views", f"--compare-rules and --explain {explain} both replace the report. Give one of them."
+        )
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
     report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
-    if json:
+    if compare_rules:
+        _print_rules(report, job, as_json=json, units=size_units)
+    elif json:
         print_json(report)
     elif explain is not None:
         explain_item(report, explain, units=size_units)
     else:
         print_report(report, units=size_units)
     raise typer.Exit(0 if report.fits else 1)
+
+
+def _print_rules(report: MemoryReport, job: Job, *, as_json: bool, units: ByteUnits) -> None:
+    from lcplan.cli.output import print_json
+    from lcplan.comparisons import compare_rules
+    from lcplan.reports.comparisons import print_comparisons
+    from lcplan.reports.terminal import print_answer
+
+    rules = compare_rules(report, job.spec, job.plan)
+    if as_json:
+        print_json(rules)
+        return
+    print_answer(report, units=units)
+    print_comparisons(rules, units=units)

@@ -56,6 +56,9 @@ def _plan_flags(
             "--offload-activations/--no-offload-activations",
         ),
     ] = None,
+    activation_offloading: Annotated[
+        Flag, _option("TRL's own activation offloading.", "--activation-offloading/--no-activation-offloading")
+    ] = None,
     offload_params: Annotated[
         Flag,
         _option("Keep parameters and optimizer states on the host.", "--offload-params/--no-offload-params"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from lcplan.estimators._item import item
 
 INT64_BYTES = 8
+TRL_STASHED_TENSORS = 5
+"""Layer inputs on their way to the host in the forward pass: trl 1.16 OffloadActivations max_fwd_stash_size."""
 
 
 @item("inputs.batch", "input")

@@ -44,8 +44,9 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
         "--optim adafactor with --backend fsdp2": plan.optim == "adafactor" and fsdp,
         "--packing": plan.packing,
-        f"--gradient-accumulation-steps {plan.gradient_accumulation_steps} with --backend fsdp2": (
-            plan.gradient_accumulation_steps > 1 and fsdp
+        "--activation-offloading with --backend fsdp2": plan.activation_offloading and fsdp,
+        "--activation-offloading without --activation-checkpointing full": (
+            plan.activation_offloading and plan.activation_checkpointing != "full"
         ),
         "--loss full with --dtype float32": plan.loss == "full" and float32,
         f"{spec.model_type} with --dtype float32": float32 and not plain,
@@ -57,7 +58,8 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
 def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:
     lora = plan.lora_r is not None
     also = {
-        f"--backend {plan.backend}": plan.backend != "single",
+        "--offload-params": plan.offload_params,
+        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1,
         f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing != "full",
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",

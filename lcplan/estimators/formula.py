@@ -64,7 +64,7 @@ class _Step:
         self.trained_bytes = weights.FP32_BYTES if plan.lora_r else self.state_bytes
         self.tokens = plan.tokens_per_rank
         self.layers = spec.num_hidden_layers
-        self.layer = spec.layers[0].total
+        self.layer = spec.layers[0].total + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
         self.tied = spec.tie_word_embeddings
         self.gradient_bytes = weights.FP32_BYTES if self.frozen else self.compute_bytes
@@ -82,6 +82,7 @@ class _Step:
             cp_size=plan.cp_size,
             first_rank=rank == 0,
             allgather=plan.cp_comm_strategy == "allgather",
+            sharded=self.fsdp,
             lora_rank=plan.lora_r,
             lora_targets=targets,
         )
@@ -152,7 +153,11 @@ class _Step:
             whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
         kept = saved(self.shape, self.tokens * whole) if whole else {}
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
-        on_gpu = checkpointed if not self.plan.offload_activations else 1 if self.frozen else 0
+        on_gpu = checkpointed
+        if self.plan.offload_activations:
+            on_gpu = 1 if self.frozen else 0
+        elif self.plan.activation_offloading:
+            on_gpu = 1 if running else min(checkpointed, activations.TRL_STASHED_TENSORS)
         kept = merge(kept, self._inputs(on_gpu))
         if self.plan.activation_checkpointing == "selective":
             spec, item = self.spec, attention.kept_outputs
@@ -181,11 +186,15 @@ class _Step:
 
     def gradients(self, done: int, current: int) -> Alive:
         """Gradients of ``done`` parameters, and of ``current`` ones that the running layer has made so far."""
-        if self.accumulates:
+        if self.accumulates and not self.fsdp:
             kept = gradients.accumulated(num_parameters=self.trainable, dtype_bytes=self.gradient_bytes)
             return {gradients.accumulated.key: kept}
         made = gradients.current_layer(num_parameters=current, dtype_bytes=self.compute_bytes)
         alive = {gradients.current_layer.key: made}
+        if self.accumulates:
+            # FSDP2 reduces in the last micro step only: until a unit's turn its gradients are whole on every rank
+            left = gradients.accumulated(num_parameters=self.trainable - done, dtype_bytes=self.compute_bytes)
+            alive = {gradients.accumulated.key: left}
         ranks = self.plan.shard_size
         if not self.plan.offload_params:
             per_parameter = weights.FP32_BYTES if self.fsdp else self.gradient_bytes
@@ -257,7 +266,7 @@ class _Step:
         alive = {gathered.key: gathered(layer_parameters=self.layer, num_layers=2 if index > 0 else 1)}
         if index == 0 and not self.tied:
             alive |= self._gathered_embedding()
-        previous_unit = self.layer if index < self.layers - 1 else (0 if self.tied else self.head)
+        previous_unit = self.trainable_layer if index < self.layers - 1 else (0 if self.tied else self.trainable_head)
         scatter = gradients.reduce_scatter_input
         return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
 
@@ -279,7 +288,7 @@ class _Step:
             alive[gradients.embedding.key] = table
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
-            alive[scatter.key] = scatter(unit_parameters=self.layer)
+            alive[scatter.key] = scatter(unit_parameters=self.trainable_layer)
             if not self.tied:
                 alive |= self._gathered_embedding()
         return alive
@@ -317,7 +326,7 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     size = weights.FP32_BYTES if float32 else weights.BF16_BYTES
     checkpointed = -(-spec.num_hidden_layers // plan.checkpoint_every_n_layers)
     pinned = host.pinned_layer_inputs(
-        num_layers=checkpointed if plan.offload_activations else 0,
+        num_layers=checkpointed if plan.offload_activations or plan.activation_offloading else 0,
         tokens=plan.tokens_per_rank,
         hidden_size=spec.hidden_size,
         dtype_bytes=size,

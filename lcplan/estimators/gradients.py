@@ -44,7 +44,9 @@ def current_layer(*, num_parameters: int, dtype_bytes: int) -> int:
 def accumulated(*, num_parameters: int, dtype_bytes: int) -> int:
     """Gradients kept from the previous micro step (gradient_accumulation_steps > 1); new ones are added in place.
 
-    Formula: ``b*P``
+    FSDP2 does not reduce before the last micro step: the gradients of all units still to come are whole on every rank.
+
+    Formula: ``b*P``; FSDP2: ``2*(P - P_done)``
     Live in: every phase of a micro step
     Rounding: exact
     Ignores: nothing

@@ -70,6 +70,8 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
+    sharded: bool
+    """FSDP2: adapters are cast to bf16 with their unit, and their inputs are not."""
     lora_rank: int | None
     lora_targets: dict[str, tuple[int, int]]
     """Adapted linears with inputs and outputs; empty without LoRA."""
@@ -190,7 +192,7 @@ class LayerInstant:
 
 def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     """Those instants of a layer's backward that can be its largest."""
-    if "down_proj" in shape.lora_targets:
+    if "down_proj" in shape.lora_targets and not shape.sharded:
         return (_adapted_down(shape), _attention(shape))
     if shape.spec.moe is not None:
         return (_experts(shape, shape.spec.moe), _expert_gradients(shape, shape.spec.moe), _attention(shape))
@@ -216,6 +218,13 @@ def _adapters(shape: LayerShape, names: Collection[str]) -> Alive:
     """What the named adapters keep, and the casts of the layer's adapter weights."""
     if shape.lora_rank is None:
         return {}
+    if shape.sharded:
+        hidden = shape.spec.hidden_size
+        groups = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
+        shared = sum(hidden for group in groups if group & set(names))
+        item = lora.shared_inputs
+        kept = item(tokens=shape.tokens, sum_of_inputs=shared, num_targets=len(names), rank=shape.lora_rank)
+        return {item.key: kept}
     kept = lora.saved(
         tokens=shape.tokens, sum_of_inputs=sum(shape.lora_targets[name][0] for name in names),
         num_targets=len(names), rank=shape.lora_rank,

@@ -12,7 +12,6 @@ from lcplan.ledger import PHASE_HELP, MemoryItem, MemoryReport
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
-    from lcplan.checking import CheckReport
     from lcplan.recommendation import RankedPlan, Recommendation
 
 GROUPS = {
@@ -73,11 +72,17 @@ def suggestion(report: MemoryReport) -> str:
     )
 
 
-def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
-    """The whole report as text."""
+def print_answer(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
+    """The answer alone, and an empty line."""
     out = console or Console()
     out.print(answer(report, units), style="bold", highlight=False, markup=False)
     out.print()
+
+
+def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
+    """The whole report as text."""
+    out = console or Console()
+    print_answer(report, units=units, console=out)
     plan = report.plan
     out.print(
         f"{report.model.id} ({format_parameters(report.model.num_parameters)}), {plan['max_length']:,} tokens, "
@@ -250,31 +255,3 @@ def estimate_command(ranked: RankedPlan) -> str:
     if plan.offload_activations:
         parts.append("--offload-activations")
     return " ".join(parts)
-
-
-def print_check(report: CheckReport, console: Console | None = None) -> None:
-    """One line a measured row, then the three figures."""
-    out = console or Console()
-    table = _table(
-        ("row", False),
-        ("model", False),
-        ("layers", True),
-        ("tokens", True),
-        ("measured", True),
-        ("error", True),
-    )
-    for row in report.rows:
-        error = "refused" if row.error is None else f"{row.error:+.4%}"
-        measured = format_bytes(row.measured_bytes)
-        table.add_row(row.id, row.model, str(row.num_hidden_layers), f"{row.max_length:,}", measured, error)
-    out.print(table)
-    for row in report.rows:
-        if row.refused:
-            out.print(f"{row.id} refused: {row.refused}", highlight=False, markup=False)
-    verdict = "no row drifts" if report.passed else "DRIFT"
-    out.print(
-        f"{verdict}: {report.num_checked} rows checked, {report.num_refused} refused; worst {report.worst_error:+.4%}, "
-        f"mean {report.mean_error:.4%}, mean signed {report.mean_signed_error:+.4%}, tolerance {report.tolerance:.2%}",
-        style="bold",
-        highlight=False,
-    )

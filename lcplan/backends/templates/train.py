@@ -58,6 +58,7 @@ def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "loss_type": loss_type(plan["loss"], fields["loss_type"].default),
         f"{prefix}_checkpointing": plan["activation_checkpointing"] != "none",
         f"{prefix}_checkpointing_kwargs": checkpointing_kwargs(plan),
+        "activation_offloading": plan["activation_offloading"],
         "bf16": not on_cpu,
         "use_cpu": on_cpu,
         "learning_rate": training["learning_rate"],
