@@ -36,12 +36,12 @@ test: .venv/test.stamp lint ## Lint, types, tests, and the formulas against ever
 	$(LCPLAN) check --tolerance 1%
 
 lint: .venv/test.stamp ## Lint and types
-	.venv/bin/python -m ruff check lcplan tests benchmarks
-	.venv/bin/python -m ruff format --check lcplan tests benchmarks
+	.venv/bin/python -m ruff check lcplan tests benchmarks tools
+	.venv/bin/python -m ruff format --check lcplan tests benchmarks tools
 	.venv/bin/python -m mypy
 
 format: .venv/test.stamp ## Format the code
-	.venv/bin/python -m ruff format lcplan tests benchmarks
+	.venv/bin/python -m ruff format lcplan tests benchmarks tools
 
 check: .venv/train.stamp ## Hold the formulas against every measured row
 	$(LCPLAN) check
