@@ -24,7 +24,7 @@ from lcplan.train_plan import TrainPlan
 
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
-    "NCCL communicators and their buffers (not measured yet)",
+    "growth of NCCL's buffers beyond two ranks",
     "evaluation and the gathering of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )
@@ -62,7 +62,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     worst = by_rank[rank]
     totals = worst.totals()
     peak_phase = max(totals, key=lambda phase: totals[phase])
-    on_top = formula.on_top(totals[peak_phase])
+    on_top = formula.on_top(plan, totals[peak_phase])
     device_peak = totals[peak_phase] + sum(on_top.values())
     host = _host(spec, plan)
     return MemoryReport(

@@ -122,6 +122,8 @@ def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
         peak(load_model("allenai/OLMo-2-1124-7B"), max_length=256, dtype="float32")
     with pytest.raises(PlanError, match="qwen3_moe with --cp-size 2"):
         peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, num_gpus=2, cp_size=2)
+    with pytest.raises(PlanError, match="qwen3_moe with --backend fsdp2"):
+        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, num_gpus=2)
 
 
 def test_selective_checkpointing_keeps_attention_outputs_of_every_layer() -> None:

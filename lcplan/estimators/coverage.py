@@ -51,6 +51,8 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--loss full with --dtype float32": plan.loss == "full" and float32,
         f"{spec.model_type} with --dtype float32": float32 and not plain,
         f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
+        # torch 2.11 with transformers 5.24 stops at the first step: a view is modified in place
+        f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
 

@@ -132,7 +132,8 @@ class _Step:
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
         tables = activations.rotary_tables
-        wide = self.float32 or TRAITS[spec.model_type].wide_rotary
+        # FSDP2 casts what enters its units to bf16
+        wide = self.float32 or (TRAITS[spec.model_type].wide_rotary and not self.fsdp)
         alive[tables.key] = tables(
             tokens=self.tokens if self.ring else self.tokens // rows,
             head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
@@ -312,12 +313,13 @@ def state_bytes(plan: TrainPlan) -> int:
     return weights.FP32_BYTES if float32 else weights.BF16_BYTES
 
 
-def on_top(peak_allocated_bytes: int) -> Alive:
+def on_top(plan: TrainPlan, peak_allocated_bytes: int) -> Alive:
     """What lies on top of the allocated peak; with it the sum is the device peak."""
-    return {
+    alive = {
         runtime.cuda_context.key: runtime.cuda_context(),
         runtime.allocator_slack.key: runtime.allocator_slack(peak_allocated_bytes=peak_allocated_bytes),
     }
+    return alive | {runtime.nccl.key: runtime.nccl()} if plan.num_gpus > 1 else alive
 
 
 def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:

@@ -9,6 +9,8 @@ CUBLAS_WORKSPACE_BYTES = 64 * MIB
 """32 MiB cuBLAS and 32 MiB cuBLASLt on Hopper; resident bytes of every row minus the states."""
 CUDA_CONTEXT_BYTES = 957_153_280
 """Largest device-used minus reserved over the measured rows (m014); they span 767 to 913 MiB."""
+NCCL_BYTES = 1_199_636_480
+"""Device-used minus reserved of two ranks with NCCL (row m106: 2,156,789,760), less the CUDA context."""
 ALLOCATOR_SLACK_PERMILLE = 36
 """Largest smallest-capacity-that-ran over peak allocated in measured/capacity.jsonl with expandable segments: 35.2."""
 
@@ -39,6 +41,20 @@ def cuda_context() -> int:
     Confidence: fitted
     """
     return CUDA_CONTEXT_BYTES
+
+
+@item("runtime.nccl", "runtime")
+def nccl() -> int:
+    """NCCL communicators and their buffers; outside PyTorch's allocator.
+
+    Formula: 1,199,636,480 bytes
+    Live in: device (more than one GPU)
+    Rounding: one measurement
+    Ignores: growth with the number of ranks and of communicators, which has not been measured beyond two ranks
+    Source: device_used_bytes - peak_reserved_bytes of row m106 (two H200, NVLink, ring attention), less the context
+    Confidence: fitted
+    """
+    return NCCL_BYTES
 
 
 @item("runtime.allocator_slack", "runtime")
