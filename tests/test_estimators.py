@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from importlib import resources
+
 import pytest
 
 from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
@@ -144,3 +147,24 @@ def test_a_key_is_taken_once() -> None:
     taken: Item[...] = ITEMS["mlp.saved"]
     with pytest.raises(TypeError, match="twice"):
         item("mlp.saved", "activation")(taken.function)
+
+
+def _constants() -> list[tuple[str, str, str]]:
+    """Module, name and documentation of every constant of the estimators."""
+    found = []
+    for file in resources.files("lcplan.estimators").iterdir():
+        if file.name.endswith(".py"):
+            body = ast.parse(file.read_text("utf-8")).body
+            for statement, following in zip(body, [*body[1:], None], strict=True):
+                if isinstance(statement, ast.Assign) and isinstance(name := statement.targets[0], ast.Name):
+                    documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                    text = str(following.value.value) if documented else ""  # type: ignore[union-attr]
+                    if name.id.isupper() and len(name.id) > 1 and not name.id.startswith("_"):
+                        found.append((file.name, name.id, text))
+    return found
+
+
+def test_every_constant_carries_its_source() -> None:
+    constants = _constants()
+    assert len(constants) >= 10
+    assert [(module, name) for module, name, text in constants if len(text) < 20] == []

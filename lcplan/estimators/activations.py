@@ -8,6 +8,7 @@ from __future__ import annotations
 from lcplan.estimators._item import item
 
 INT64_BYTES = 8
+"""torch.int64.itemsize; token ids, labels, masks and positions are int64."""
 TRL_STASHED_TENSORS = 5
 """Layer inputs on their way to the host in the forward pass: trl 1.16 OffloadActivations max_fwd_stash_size."""
 

@@ -9,7 +9,9 @@ from lcplan.estimators._item import item
 from lcplan.units import ceil_div
 
 BF16_BYTES = 2
+"""torch.bfloat16.itemsize."""
 FP32_BYTES = 4
+"""torch.float32.itemsize."""
 
 
 @item("weights.parameters", "parameter")
