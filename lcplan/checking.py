@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
@@ -19,6 +19,7 @@ from lcplan.row_groups import GroupedRow, RowGroup, figures, group_rows, lever_n
 from lcplan.train_plan import TrainPlan, resolve
 
 ROWS_FILE = "h200.jsonl"
+Method = Literal["formula", "trace"]
 
 
 class Measurement(Record):
@@ -74,7 +75,7 @@ class CheckReport(Record):
     """All rows, and the three figures that bound the estimator; ``groups`` has them by family and by lever."""
 
     schema_version: int = 1
-    method: str = "formula"
+    method: Method = "formula"
     tolerance: float
     rows: tuple[RowResult, ...]
     groups: tuple[RowGroup, ...]
@@ -172,8 +173,21 @@ def ring_rank(rank: int, plan: TrainPlan) -> int:
     return rank % (plan.cp_size * plan.sp_size)
 
 
-def check_row(row: MeasuredRow) -> RowResult:
-    """Predict one row; what the formulas refuse is said, not raised.
+def predicted_peak(spec: ModelSpec, plan: TrainPlan, rank: int, method: Method) -> int:
+    """Peak allocated bytes of one rank by the method.
+
+    Raises:
+        PlanError: when the method does not cover the plan.
+    """
+    if method == "formula":
+        return max(formula.instants(spec, plan, rank=rank).totals().values())
+    from lcplan.tracing.trace import trace
+
+    return max(sum(alive.values()) for alive in trace(spec, plan).values())
+
+
+def check_row(row: MeasuredRow, method: Method = "formula") -> RowResult:
+    """Predict one row; what the method refuses is said, not raised.
 
     Raises:
         ModelError: when the row's model cannot be rebuilt at all.
@@ -186,11 +200,11 @@ def check_row(row: MeasuredRow) -> RowResult:
         spec = row_spec(row)
         plan = row_plan(row, spec)
         levers = lever_names(plan)
-        predicted = max(formula.instants(spec, plan, rank=ring_rank(row.rank, plan)).totals().values())
+        predicted = predicted_peak(spec, plan, ring_rank(row.rank, plan), method)
     except (PlanError, ModelError) as error:
         if error.code == "unknown-model":
             raise
-        refused = error.message.partition(": the formula")[0]
+        refused = error.message.partition(f": the {method}")[0]
     measured = row.measured.peak_allocated_bytes
     return RowResult(
         id=row.id,
@@ -206,12 +220,13 @@ def check_row(row: MeasuredRow) -> RowResult:
     )
 
 
-def check_rows(rows: Iterable[MeasuredRow], *, tolerance: float) -> CheckReport:
+def check_rows(rows: Iterable[MeasuredRow], *, tolerance: float, method: Method = "formula") -> CheckReport:
     """Predict every row; it passes when at least one row is covered and none is further off than ``tolerance``."""
-    results = tuple(check_row(row) for row in rows)
+    results = tuple(check_row(row, method) for row in rows)
     errors = [row.error for row in results if row.error is not None]
     worst, mean, mean_signed = figures(errors)
     return CheckReport(
+        method=method,
         tolerance=tolerance,
         rows=results,
         groups=group_rows(GroupedRow(row.model_type, row.levers, row.error) for row in results),

@@ -127,17 +127,19 @@ def _compute_bytes(plan: TrainPlan) -> int:
 def saved_by_a_layer(report: MemoryReport, spec: ModelSpec, plan: TrainPlan) -> Side:
     """Everything one layer saves, read off the backward of the first, when nothing of another layer is left.
 
-    The gradient that flows into a layer is under the residual's key and is no saved tensor. A layer input that LoRA
-    with offload has copied back counts as saved.
+    The gradient that flows into a layer is under the residual's key and is no saved tensor. The layer's own input
+    counts where the layer saves it as it is (in float32), and where LoRA with offload has copied it back.
     """
     gradient = _compute_bytes(plan) * spec.hidden_size * plan.tokens_per_rank
+    # the ledger has that input among the stored ones, or, copied back from the host, under the residual's key
+    own_input = gradient if plan.dtype == "float32" and not plan.offload_activations else 0
     sums = []
     for phase in report.phases:
         if not phase.phase.startswith("backward[0]."):
             continue
         kept = [item for item in report.items_in(phase.phase) if item.category == "activation"]
         total = sum(item.num_bytes for item in kept if item.key not in NOT_OF_THE_LAYER)
-        sums.append(total - (gradient if any(item.key == RESIDUAL for item in kept) else 0))
+        sums.append(total + own_input - (gradient if any(item.key == RESIDUAL for item in kept) else 0))
     return max(sums, default=0) or "the report has no backward of a layer"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
+from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators import formula, weights
 from lcplan.estimators._item import ITEMS
+from lcplan.estimators.layer import Alive
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
     DEVICE,
@@ -51,23 +54,56 @@ def lcplan_version() -> str:
 
 
 def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()) -> MemoryReport:
-    """Peak memory of one training step, item by item and phase by phase.
+    """Peak memory of one training step, item by item and phase by phase, by the formula method.
 
     Raises:
         PlanError: when the formulas do not cover the model or a lever, or the rotary scaling is impossible.
     """
-    rope = resolve_rope(spec, plan.max_length, plan.rope)
     by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(plan)}
     rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
-    worst = by_rank[rank]
-    totals = worst.totals()
+    return _report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
+
+
+def estimate_by_trace(
+    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()
+) -> MemoryReport:
+    """The same report from the real modeling code on fake tensors; needs the train extra, no GPU.
+
+    Raises:
+        EnvironmentProblem: when the train extra is missing or the modeling code cannot be traced.
+        PlanError: when the plan holds what is not traced, or the rotary scaling is impossible.
+    """
+    missing = [name for name, version in installed_stack().items() if version is None]
+    if missing:
+        raise EnvironmentProblem(
+            "missing-extra",
+            f"--method trace runs the training code, and {', '.join(missing)} is not installed. Install it: "
+            "pip install 'lcplan[train]'",
+        )
+    from lcplan.tracing.trace import trace
+
+    return _report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
+
+
+def _report(
+    spec: ModelSpec,
+    plan: TrainPlan,
+    gpu: GpuSpec,
+    method: Literal["formula", "trace"],
+    phases: dict[str, Alive],
+    rank: int,
+    assumptions: tuple[str, ...],
+) -> MemoryReport:
+    """Put what a method found into the one report."""
+    rope = resolve_rope(spec, plan.max_length, plan.rope)
+    totals = {phase: sum(alive.values()) for phase, alive in phases.items()}
     peak_phase = max(totals, key=lambda phase: totals[phase])
     on_top = formula.on_top(plan, totals[peak_phase])
     device_peak = totals[peak_phase] + sum(on_top.values())
     host = _host(spec, plan)
     return MemoryReport(
         lcplan_version=lcplan_version(),
-        method="formula",
+        method=method,
         model=_model_summary(spec),
         plan=plan.model_dump(),
         gpu=GpuSummary(id=gpu.id, usable_bytes=gpu.usable_bytes),
@@ -80,10 +116,11 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
         headroom_bytes=gpu.usable_bytes - device_peak,
         host=host,
         disk=_disk(spec, plan),
-        items=_items(worst, on_top, formula.host_items(spec, plan)),
+        items=_items(phases, on_top, formula.host_items(spec, plan)),
         phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
         rope=rope,
-        warnings=tuple(_warnings(spec, plan, host, rope is not None)),
+        warnings=tuple(_warnings(spec, plan, host, rope is not None))
+        + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
         not_modelled=NOT_MODELLED,
     )
@@ -100,20 +137,22 @@ def _model_summary(spec: ModelSpec) -> ModelSummary:
     )
 
 
-def _items(worst: formula.Instants, on_top: dict[str, int], host_bytes: dict[str, int]) -> tuple[MemoryItem, ...]:
+def _items(phases: dict[str, Alive], on_top: Alive, host_bytes: Alive) -> tuple[MemoryItem, ...]:
     """Group the instants' values: the same key and size over several phases is one item."""
-    phases: dict[tuple[str, int], list[str]] = {}
-    for phase, alive in worst.phases.items():
+    where: dict[tuple[str, int], list[str]] = {}
+    for phase, alive in phases.items():
         for key, num_bytes in alive.items():
-            phases.setdefault((key, num_bytes), []).append(phase)
-    items = [_item(key, num_bytes, tuple(where)) for (key, num_bytes), where in phases.items()]
+            where.setdefault((key, num_bytes), []).append(phase)
+    items = [_item(key, num_bytes, tuple(found)) for (key, num_bytes), found in where.items()]
     items.extend(_item(key, num_bytes, (DEVICE,)) for key, num_bytes in on_top.items())
     items.extend(_item(key, num_bytes, ("host",), on_host=True) for key, num_bytes in host_bytes.items() if num_bytes)
     return tuple(items)
 
 
 def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = False) -> MemoryItem:
-    source = ITEMS[key]
+    source = ITEMS.get(key)
+    if source is None:
+        return _traced_item(key, num_bytes, phases)
     return MemoryItem(
         key=key,
         category=source.category,
@@ -124,6 +163,38 @@ def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = 
         source=source.source,
         confidence=source.confidence,
     )
+
+
+def _traced_item(key: str, num_bytes: int, phases: tuple[str, ...]) -> MemoryItem:
+    from lcplan.tracing.trace import CATEGORIES
+
+    return MemoryItem(
+        key=key,
+        category=CATEGORIES[key],
+        num_bytes=num_bytes,
+        phases=phases,
+        formula="sum of live storages",
+        source="the installed modeling code, run on fake tensors",
+        confidence="exact",
+    )
+
+
+def _offload_warning(spec: ModelSpec, plan: TrainPlan, peak: int) -> tuple[PlanWarning, ...]:
+    """Say so where the peak is set elsewhere, so that offloading moves bytes without lowering it."""
+    if not plan.offload_activations:
+        return ()
+    kept = plan.model_copy(update={"offload_activations": False})
+    try:
+        without = max(
+            max(formula.instants(spec, kept, rank=r).totals().values()) for r in formula.candidate_ranks(kept)
+        )
+    except PlanError:
+        return ()
+    if without > peak:
+        return ()
+    message = f"The peak stays at {peak:,} bytes without --offload-activations: it is not set by the layer inputs."
+    fix = "Leave it out; it costs time and host memory."
+    return (PlanWarning(code="offload-without-gain", message=message, fix=fix),)
 
 
 def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:

@@ -28,6 +28,7 @@ PHASE_HELP = {
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
     "backward[i].attention": "backward of the attention of layer i",
     "backward.embedding": "backward of the token embedding",
+    "backward": "backward pass (traced)",
     "optimizer_step": "optimizer step: all gradients, no activations",
     DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
 }

@@ -103,6 +103,10 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
     except ValidationError as error:
         first = error.errors()[0]
         name = _flag(str(first["loc"][0]) if first["loc"] else "plan")
+        if first["type"] == "extra_forbidden":
+            raise PlanError(
+                "unknown-field", f"{name} is no field of a plan. Fields: {', '.join(TrainPlan.model_fields)}."
+            ) from None
         raise PlanError("bad-value", f"{name} {first.get('input')!r}: {first['msg']}.") from None
     for check in (_check_sizes, _check_parallelism, _check_length, _check_model, _check_levers):
         check(spec, plan)

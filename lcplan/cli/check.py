@@ -29,15 +29,17 @@ def command(
             "$LCPLAN_ROWS or ~/.local/share/lcplan/rows.jsonl.",
         ),
     ] = None,
+    method: Annotated[str, typer.Option(help="formula, or trace (train extra; one GPU's rows).")] = "formula",
     json: JsonOption = False,
 ) -> None:
     """Hold the formulas against every recorded GPU measurement. Exit 0 if none drifts, 1 if one does.
 
     Example: lcplan check --add runs/qwen3-8b-1m/result.json
     """
-    from lcplan.cli.output import print_json
+    from lcplan.cli.output import check_choice, print_json
     from lcplan.reports.check_result import print_added, print_check
 
+    check_choice("--method", method, ("formula", "trace"))
     allowed = parse_percent(tolerance)
     if add is not None:
         from lcplan.user_rows import record_run, rows_path
@@ -50,7 +52,7 @@ def command(
         raise typer.Exit(0 if added.passed else 1)
     from lcplan.checking import check_rows
 
-    report = check_rows(_rows(rows), tolerance=allowed)
+    report = check_rows(_rows(rows), tolerance=allowed, method="trace" if method == "trace" else "formula")
     if json:
         print_json(report)
     else:

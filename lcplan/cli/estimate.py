@@ -30,7 +30,9 @@ def command(
     model: ModelArgument = None,
     preset: PresetOption = None,
     config: ConfigOption = None,
-    method: Annotated[str, typer.Option(help="How to obtain the report: formula.")] = "formula",
+    method: Annotated[
+        str, typer.Option(help="How to obtain the report: formula, or trace (runs the modeling code on fake tensors).")
+    ] = "formula",
     explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
@@ -44,17 +46,18 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
-    from lcplan.estimation import estimate
+    from lcplan.estimation import estimate, estimate_by_trace
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
-    check_choice("--method", method, ("formula",))
+    check_choice("--method", method, ("formula", "trace"))
     if compare_rules and explain is not None:
         raise InputError(
             "two-views", f"--compare-rules and --explain {explain} both replace the report. Give one of them."
         )
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
-    report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    by_method = estimate if method == "formula" else estimate_by_trace
+    report = by_method(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
     if compare_rules:
         _print_rules(report, job, as_json=json, units=size_units)
     elif json:

@@ -20,6 +20,8 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
     for what, uncovered in _uncovered(spec, plan).items():
         if uncovered:
             message = f"{what}: the formula method does not cover it, and an unmeasured number would be a guess."
+            if plan.backend == "single":
+                message += " --method trace may: it runs the modeling code itself on fake tensors."
             raise PlanError("not-covered", message)
 
 
@@ -52,6 +54,10 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--loss full with --dtype float32": plan.loss == "full" and float32,
         f"{spec.model_type} with --dtype float32": float32 and not plain,
         f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
+        # formula and trace differ by 1.5% there, and no GPU has said which is right
+        "mixtral with --activation-checkpointing none": (
+            spec.model_type == "mixtral" and plan.activation_checkpointing == "none"
+        ),
         # torch 2.11 with transformers 5.24 stops at the first step: a view is modified in place
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,

@@ -76,7 +76,6 @@ class _Step:
             spec=spec,
             tokens=self.tokens,
             float32=self.float32,
-            keeps_input=plan.activation_checkpointing == "none" or plan.offload_activations,
             offloads_input=plan.offload_activations,
             ring_copies_output=self.ring and rank < plan.cp_size - 1,
             cp_size=plan.cp_size,
@@ -153,6 +152,8 @@ class _Step:
         if running and (every is None or (count - 1) % every):
             whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
         kept = saved(self.shape, self.tokens * whole) if whole else {}
+        if self.shape.saves_input:
+            kept = merge(kept, self._inputs(count - checkpointed))
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
         on_gpu = checkpointed
         if self.plan.offload_activations:

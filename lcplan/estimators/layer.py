@@ -62,8 +62,6 @@ class LayerShape:
     spec: ModelSpec
     tokens: int
     float32: bool
-    keeps_input: bool
-    """The layer's own input is one of its saved tensors (float32: not a cast of it), and is not stored elsewhere."""
     offloads_input: bool
     """The layer's own input waits on the host."""
     ring_copies_output: bool
@@ -75,6 +73,11 @@ class LayerShape:
     lora_rank: int | None
     lora_targets: dict[str, tuple[int, int]]
     """Adapted linears with inputs and outputs; empty without LoRA."""
+
+    @property
+    def saves_input(self) -> bool:
+        """The layer's own input is a saved tensor: its first norm has no cast of it, or there is no such norm."""
+        return self.float32 or not self.traits.feeding_norms
 
     @property
     def frozen(self) -> bool:
@@ -137,9 +140,12 @@ def _saved_attention(shape: LayerShape, tokens: int) -> Alive:
         width = round(spec.head_dim * spec.rope.partial_rotary_factor)
         tables = activations.rotary_tables(tokens=tokens, head_dim=width, dtype_bytes=weights.BF16_BYTES)
         alive[activations.rotary_tables.key] = tables
-    if shape.float32 and shape.keeps_input:
-        alive = merge(alive, _residual(shape, tokens, 1))
     return alive
+
+
+def _unpacked_input(shape: LayerShape) -> Alive:
+    """An offloaded input that was copied back, where it is itself one of the saved tensors."""
+    return _residual(shape, shape.tokens, 1) if shape.offloads_input and shape.saves_input else {}
 
 
 def _saved_output(shape: LayerShape, tokens: int) -> Alive:
@@ -192,6 +198,11 @@ class LayerInstant:
 
 def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     """Those instants of a layer's backward that can be its largest."""
+    unpacked = _unpacked_input(shape)
+    return tuple(LayerInstant(i.name, merge(i.alive, unpacked), i.made) for i in _instants(shape))
+
+
+def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     if "down_proj" in shape.lora_targets and not shape.sharded:
         return (_adapted_down(shape), _attention(shape))
     if shape.spec.moe is not None:

@@ -24,6 +24,7 @@ GROUPS = {
     "attention": "attention",
     "communication": "communication buffers",
     "inputs": "batch",
+    "trace": "traced storages",
     "runtime": "CUDA workspaces",
 }
 """Item groups in the order and words a user asks for them."""
