@@ -31,6 +31,8 @@ class Family:
     reads_mlp_bias: bool = False
     sinks: bool = False
     """One learned attention sink per head."""
+    sdpa: bool = True
+    """Attention can run through torch's scaled_dot_product_attention: no sinks, no soft-capped scores."""
     head_dim: int | None = None
     """Value where the config has none; None: hidden_size // num_attention_heads."""
     needs_kv_heads: bool = True
@@ -69,14 +71,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(reads_attention_bias=False, needs_kv_heads=False, sliding="all"),
     "gemma2": Family(
-        norms_per_layer=4, head_dim=256, tie_word_embeddings=True, sliding="pattern", sliding_window=4096,
+        norms_per_layer=4, head_dim=256, tie_word_embeddings=True, sliding="pattern", sliding_window=4096, sdpa=False,
     ),
     "gemma3_text": Family(
         qk_norm="head", norms_per_layer=4, head_dim=256, tie_word_embeddings=True, rope_theta=1_000_000.0,
         sliding="pattern", sliding_pattern=6, reads_sliding_window_pattern=True, sliding_window=4096,
     ),
     "gpt_oss": Family(
-        attention_bias=True, sinks=True, head_dim=64, rope_theta=150_000.0,
+        attention_bias=True, sinks=True, sdpa=False, head_dim=64, rope_theta=150_000.0,
         rope_parameters={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
         sliding="pattern", sliding_window=128, expert_size_key="intermediate_size", expert_bias=True,
     ),
@@ -91,7 +93,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 KNOWN_FAMILIES: tuple[str, ...] = (*FAMILIES, "gemma3")
-"""Every ``model_type`` that the formulas count; gemma3 is gemma3_text with a vision tower."""
+"""Every ``model_type`` whose config is read; gemma3 is gemma3_text with a vision tower."""
 
 GEMMA3_TEXT_DEFAULTS: dict[str, int] = {
     "vocab_size": 262_208,

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from lcplan._record import Record
 from lcplan.errors import PlanError
+from lcplan.model_families import FAMILIES
 from lcplan.model_spec import ModelSpec
 
 Backend = Literal["single", "fsdp2", "deepspeed"]
@@ -97,7 +98,7 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
         PlanError: impossible sizes, or a combination that the training stack refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    assumptions = _fill(values, usual_gpus_per_node)
+    assumptions = _fill(values, usual_gpus_per_node, sdpa=_has_sdpa(spec))
     try:
         plan = TrainPlan(**values)
     except ValidationError as error:
@@ -117,7 +118,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _fill(values: dict[str, Any], usual_gpus_per_node: int) -> list[str]:
+def _has_sdpa(spec: ModelSpec) -> bool:
+    return spec.model_type not in FAMILIES or FAMILIES[spec.model_type].sdpa
+
+
+def _fill(values: dict[str, Any], usual_gpus_per_node: int, *, sdpa: bool) -> list[str]:
     for name in ("max_length", "gpu"):
         if name not in values:
             hint = "--max-length 131072" if name == "max_length" else "--gpu h100-80gb (`lcplan list gpus`)"
@@ -145,7 +150,10 @@ def _fill(values: dict[str, Any], usual_gpus_per_node: int) -> list[str]:
     fill("loss", "chunked", "default of TRL since 1.13")
     fill("activation_checkpointing", "full", "default of TRL")
     fill("offload_activations", False, "default of transformers")
-    fill("attn_implementation", "sdpa", "default of transformers; the only one that context parallelism takes")
+    if sdpa:
+        fill("attn_implementation", "sdpa", "default of transformers; the only one that context parallelism takes")
+    else:
+        fill("attn_implementation", "eager", "default of transformers for this family, which sdpa cannot compute")
     if values.get("cp_size", 1) > 1:
         fill("cp_comm_strategy", "allgather", "default of accelerate")
     return chosen
@@ -249,7 +257,12 @@ def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
-    del spec
+    if plan.attn_implementation == "sdpa" and not _has_sdpa(spec):
+        raise PlanError(
+            "no-sdpa",
+            f"--attn-implementation sdpa with {spec.id} ({spec.model_type}): scaled_dot_product_attention has no sinks "
+            "and no soft-capped scores, and transformers refuses it. Use --attn-implementation eager.",
+        )
     if plan.cp_size > 1 and plan.packing:
         raise PlanError(
             "cp-packing",

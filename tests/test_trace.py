@@ -106,8 +106,8 @@ GEMMA_2 = {
     ("config", "given", "on_h200"),
     [
         (GEMMA_3, {"max_length": 16_384}, 14_965_023_260),
-        (GPT_OSS, {"max_length": 4096, "attn_implementation": "eager"}, 30_212_785_676),
-        (GEMMA_2, {"max_length": 4096, "attn_implementation": "eager"}, 8_648_988_684),
+        (GPT_OSS, {"max_length": 4096}, 30_212_785_676),
+        (GEMMA_2, {"max_length": 4096}, 8_648_988_684),
     ],
 )  # fmt: skip
 def test_families_that_formulas_refuse_against_an_h200(
@@ -165,6 +165,19 @@ def test_a_traced_report_is_a_report() -> None:
 def test_what_is_not_traced_is_refused_by_name(given: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError, match=f"{what}.*trace method does not run it"):
         traced(tiny_spec(), max_length=512, **given)
+
+
+def test_attention_that_the_model_lacks_is_refused_by_name() -> None:
+    spec = ModelSpec.from_config(GPT_OSS, "gpt_oss")
+    plan = plan_of(spec, max_length=512)
+    assert plan.attn_implementation == "eager"
+    with pytest.raises(PlanError, match=r"sdpa with gpt_oss \(gpt_oss\): .*eager"):
+        plan_of(spec, max_length=512, attn_implementation="sdpa")
+    from lcplan.tracing.trace import trace
+
+    forced = plan.model_copy(update={"attn_implementation": "sdpa"})
+    with pytest.raises(PlanError, match="cannot build gpt_oss with this plan: .*scaled_dot_product_attention"):
+        trace(spec, forced)
 
 
 def test_a_stack_without_the_names_it_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,9 @@ def answer(report: MemoryReport, units: ByteUnits) -> str:
 
 
 def suggestion(report: MemoryReport) -> str:
-    """The command that finds a plan that fits."""
+    """The command that finds a plan that fits; it counts by formulas, so a traced plan may be none it knows."""
+    if report.method == "trace":
+        return "a shorter --max-length, or a larger --gpu (lcplan list gpus)."
     model, plan = report.model.id, report.plan
     return (
         f"lcplan recommend {model} --max-length {plan['max_length']} --gpu {plan['gpu']} --num-gpus {plan['num_gpus']}"

@@ -67,7 +67,7 @@ def check_traceable(plan: TrainPlan) -> None:
     }
     for what, present in refused.items():
         if present:
-            raise PlanError("not-traced", f"{what}: the trace method does not run it. Use --method formula.")
+            raise PlanError("not-traced", f"{what}: the trace method does not run it. --method formula may cover it.")
 
 
 def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
@@ -90,7 +90,7 @@ def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
                 _step(tracker, model, inputs)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise EnvironmentProblem(
-                "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. Use --method formula or probe."
+                "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. --method formula may cover it."
             ) from error
         # the optimizer has states for what got a gradient: not for a vision tower without pictures
         weights = {p.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
@@ -114,9 +114,13 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
     raw = dict(spec.config)
     config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, plan.dtype), attn_implementation=plan.attn_implementation
-        )
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, plan.dtype), attn_implementation=plan.attn_implementation
+            )
+        except (ValueError, ImportError) as error:  # such as an attention implementation that the model lacks
+            reason = str(error).split(". ")[0]
+            raise PlanError("not-traced", f"transformers cannot build {spec.id} with this plan: {reason}.") from error
     model.tie_weights()
     model.train()
     if plan.activation_checkpointing == "full":
