@@ -6,10 +6,10 @@ Adding a lever is one entry here and its items in ``estimators``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from lcplan._record import Record
 from lcplan.model_spec import ModelSpec
+from lcplan.rope import resolve_rope
 from lcplan.train_plan import TrainPlan
 
 
@@ -23,13 +23,11 @@ class Lever(Record):
     """What it costs."""
     excludes: str = ""
     """What it cannot be combined with."""
-    is_on: Callable[[TrainPlan], bool]
-    turn_off: dict[str, Any]
-    """Plan fields that undo it."""
+    is_on: Callable[[ModelSpec, TrainPlan], bool]
 
 
-def _scales(plan: TrainPlan) -> bool:
-    return plan.rope != "none"
+def _scales(spec: ModelSpec, plan: TrainPlan) -> bool:
+    return resolve_rope(spec, plan.max_length, plan.rope) is not None
 
 
 LEVERS: tuple[Lever, ...] = (
@@ -37,8 +35,7 @@ LEVERS: tuple[Lever, ...] = (
         id="chunked-loss",
         summary="Scores tokens in tiles, so the logits of a whole sequence never exist.",
         costs="no time; the default since TRL 1.13",
-        is_on=lambda plan: plan.loss == "chunked",
-        turn_off={"loss": "full"},
+        is_on=lambda _, plan: plan.loss == "chunked",
     ),
     Lever(
         id="yarn",
@@ -46,37 +43,30 @@ LEVERS: tuple[Lever, ...] = (
         costs="no memory, no time",
         excludes="a model that scales already",
         is_on=_scales,
-        turn_off={"rope": "none"},
     ),
     Lever(
         id="activation-checkpointing",
         summary="Keeps only each layer's input and recomputes the layer in the backward pass.",
         costs="one more forward pass a step",
-        is_on=lambda plan: plan.activation_checkpointing == "full",
-        turn_off={"activation_checkpointing": "none"},
+        is_on=lambda _, plan: plan.activation_checkpointing == "full",
     ),
     Lever(
         id="offload-activations",
         summary="Moves the layer inputs to pinned host memory between forward and backward.",
         costs="host memory (blocks rounded up to a power of two); copies that are about 1% of a step at 1M tokens",
         excludes="activation checkpointing off",
-        is_on=lambda plan: plan.offload_activations,
-        turn_off={"offload_activations": False},
+        is_on=lambda _, plan: plan.offload_activations,
     ),
     Lever(
         id="context-parallel",
         summary="Splits one sequence over GPUs by ring attention; FSDP2 shards the states over the same GPUs.",
         costs="exchange of keys and values; fewer sequences a step",
         excludes="packing, sliding-window or linear attention, sp_size, attention other than sdpa",
-        is_on=lambda plan: plan.cp_size > 1,
-        turn_off={"cp_size": 1},
+        is_on=lambda _, plan: plan.cp_size > 1,
     ),
 )
 
 
 def active_levers(spec: ModelSpec, plan: TrainPlan) -> tuple[str, ...]:
     """Ids of the levers that ``plan`` pulls, in the guide's order; yarn only where the length needs it."""
-    from lcplan.rope import resolve_rope
-
-    scaled = resolve_rope(spec, plan.max_length, plan.rope) is not None
-    return tuple(lever.id for lever in LEVERS if (scaled if lever.id == "yarn" else lever.is_on(plan)))
+    return tuple(lever.id for lever in LEVERS if lever.is_on(spec, plan))
