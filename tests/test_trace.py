@@ -188,6 +188,12 @@ def test_a_stack_without_the_names_it_needs_is_refused(monkeypatch: pytest.Monke
         traced(tiny_spec(), max_length=512)
 
 
+def test_a_trl_without_the_traced_loss_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
+    with pytest.raises(EnvironmentProblem, match=r"chunked_logprob\._use_triton.*trl 1\.16"):
+        traced(tiny_spec(), max_length=512)
+
+
 def test_what_was_replaced_is_put_back() -> None:
     import transformers.masking_utils as masks
     import trl.kernels.chunked_logprob as head

@@ -40,8 +40,22 @@ REPLACED: tuple[tuple[str, str, Any], ...] = (
     ("trl.kernels.chunked_logprob", "_addmm_fp32", lambda *_args: None),
 )
 """Module, name, and what it becomes while tracing."""
+NEEDED = (
+    ("torch._C", "_current_graph_task_id"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    ("transformers.initialization", "no_init_weights"),
+    ("trl.trainer.utils", "add_fused_lm_head"),
+)
+"""Used as they are."""
 MAY_BE_MISSING = (("trl.kernels.chunked_logprob", "triton"),)
 """Imported by the module only where Triton is installed."""
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -51,17 +65,17 @@ def gpu_behaviour() -> Iterator[None]:
     Raises:
         EnvironmentProblem: when an installed library no longer has one of the names.
     """
-    # takes some of these names over at import: it must have the true ones, or it would pick tokens by their labels,
-    # a size that fake tensors cannot know
-    importlib.import_module("trl.trainer.utils")
-    replaced = [(importlib.import_module(module), name, value) for module, name, value in REPLACED]
-    missing = [f"{module.__name__}.{name}" for module, name, _ in replaced if not hasattr(module, name)]
+    # NEEDED first: trl.trainer.utils takes some of the replaced names over at import, and must have the true ones, or
+    # it would pick tokens by their labels, a size that fake tensors cannot know
+    wanted = (*NEEDED, *((module, name) for module, name, _ in REPLACED))
+    missing = [f"{module}.{name}" for module, name in wanted if not _has(module, name)]
     if missing:
         raise EnvironmentProblem(
             "trace-unknown-stack",
             f"tracing needs {', '.join(missing)}, which the installed versions do not have. Use --method formula, or "
             "the versions that tracing was tested with: torch 2.13, transformers 5.24, trl 1.16.",
         )
+    replaced = [(importlib.import_module(module), name, value) for module, name, value in REPLACED]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     absent = [(importlib.import_module(module), name) for module, name in MAY_BE_MISSING]
     absent = [(module, name) for module, name in absent if not hasattr(module, name)]

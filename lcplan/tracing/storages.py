@@ -1,4 +1,4 @@
-"""Live storages under a dispatch mode: what is allocated by which operator, and when it is freed.
+"""Live storages under a dispatch mode: what is allocated, and when it is freed.
 
 Sizes are rounded up to 512 bytes as CUDA's caching allocator does. A storage is freed when its last reference goes,
 which PyTorch tells through a weak reference to the storage object.
@@ -23,8 +23,11 @@ class Storage(NamedTuple):
 
     num_bytes: int
     category: str
-    operator: str
-    shape: tuple[int, ...]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells one storage from another; tensors that share memory have the same."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
@@ -40,14 +43,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
         self.peaks: dict[str, tuple[int, dict[int, Storage], int]] = {}
         """Phase -> largest total, what was live then, scratch then."""
 
-    def add(self, tensor: torch.Tensor, category: str, operator: str) -> None:
+    def add(self, tensor: torch.Tensor, category: str) -> None:
         """Count a tensor's storage, once."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self.live:
             return
+        storage = tensor.untyped_storage()
         num_bytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self.live[key] = Storage(num_bytes, category, operator, tuple(tensor.shape))
+        self.live[key] = Storage(num_bytes, category)
         self.total += num_bytes
         weakref.finalize(storage, self._free, key)
 
@@ -61,14 +64,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Called by torch for every operator."""
         result = func(*args, **(kwargs or {}))
-        operator = str(func)
         # gradients of weights are told from temporaries at the end: they are what .grad holds
         computing_gradients = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         category = "temporary" if computing_gradients else "activation"
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.add(leaf, category, operator)
-        self._look(self.scratch_of(operator, args))
+                self.add(leaf, category)
+        self._look(self.scratch_of(str(func), args))
         return result
 
     def _look(self, scratch: int) -> None:

@@ -16,7 +16,7 @@ from lcplan.estimators.runtime import cublas_workspace
 from lcplan.ledger import Category
 from lcplan.model_spec import ModelSpec
 from lcplan.tracing.seams import gpu_behaviour
-from lcplan.tracing.storages import Storage, StorageTracker
+from lcplan.tracing.storages import Storage, StorageTracker, storage_key
 from lcplan.train_plan import TrainPlan
 
 Alive = dict[str, int]
@@ -93,8 +93,8 @@ def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
                 "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. --method formula may cover it."
             ) from error
         # the optimizer has states for what got a gradient: not for a vision tower without pictures
-        weights = {p.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
-        gradients = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
+        weights = {storage_key(p) for p in model.parameters() if p.grad is not None}
+        gradients = {storage_key(p.grad) for p in model.parameters() if p.grad is not None}
         num_bytes = sum(tracker.live[key].num_bytes for key in weights)
         phases = {phase: _sum(peak[1], gradients, peak[2]) for phase, peak in tracker.peaks.items()}
         phases["optimizer_step"] = _sum(_remaining(tracker, gradients), gradients, scratch=0)
@@ -132,13 +132,13 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
 def _add_resident(tracker: StorageTracker, model: Any, plan: TrainPlan) -> dict[str, torch.Tensor]:
     """Count weights, buffers and the batch; return the batch."""
     for parameter in model.parameters():
-        tracker.add(parameter, "parameter", "parameter")
+        tracker.add(parameter, "parameter")
     for buffer in model.buffers():
-        tracker.add(buffer, "buffer", "buffer")
+        tracker.add(buffer, "buffer")
     size = (plan.per_device_train_batch_size, plan.max_length)
     batch = {name: torch.ones(size, dtype=torch.int64) for name in ("input_ids", "labels", "attention_mask")}
     for tensor in batch.values():
-        tracker.add(tensor, "input", "batch")
+        tracker.add(tensor, "input")
     return batch
 
 
@@ -179,8 +179,8 @@ def _remaining(tracker: StorageTracker, gradients: set[int]) -> dict[int, Storag
 
 def _sum(live: dict[int, Storage], gradients: set[int], scratch: int) -> Alive:
     alive: Alive = {}
-    for storage_key, storage in live.items():
-        category = "gradient" if storage_key in gradients and storage.category == "temporary" else storage.category
+    for kept, storage in live.items():
+        category = "gradient" if kept in gradients and storage.category == "temporary" else storage.category
         key = _KEY_OF[category]
         alive[key] = alive.get(key, 0) + storage.num_bytes
     if scratch > 0:
