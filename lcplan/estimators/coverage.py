@@ -26,14 +26,15 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
-    fsdp, float32 = plan.backend == "fsdp2", plan.dtype == "float32" and plan.backend == "single"
+    fsdp = plan.backend == "fsdp2"
+    float32 = plan.dtype == "float32" and not fsdp
     selective = plan.activation_checkpointing == "selective"
     plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
         f"{spec.id} has layers that are not full attention": not spec.is_full_attention,
         f"{spec.id} has some layers without experts": spec.moe is not None and bool(spec.moe.dense_layers),
-        f"--backend {plan.backend}": plan.backend in ("ddp", "deepspeed"),
+        "--backend deepspeed": plan.backend == "deepspeed",
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
@@ -42,7 +43,6 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--offload-params without --backend fsdp2": plan.offload_params and not fsdp,
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         **_uncovered_lora(spec, plan, plain=plain),
-        f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
         f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
         f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
@@ -72,7 +72,7 @@ def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[st
     lora = plan.lora_r is not None
     also = {
         "--offload-params": plan.offload_params,
-        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1,
+        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1 and plan.backend == "fsdp2",
         f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing != "full",
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
