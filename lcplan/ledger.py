@@ -30,7 +30,7 @@ PHASE_HELP = {
     "backward[i].attention": "backward of the attention of layer i",
     "backward[i].closing_norm": "backward of the norm behind the MLP of layer i",
     "backward[i].experts": "backward of the experts of layer i, whose outputs are being sorted back",
-    "backward[i].expert_gradients": "end of the backward of the experts of layer i: all of their weight gradients exist",
+    "backward[i].expert_gradients": "end of the backward of the experts of layer i: all their weight gradients exist",
     "backward[i].down_proj": "end of the recomputation of layer i, in down_proj's adapter",
     "backward[i].down_proj_backward": "backward of down_proj of layer i, whose 4-bit weight is unpacked",
     "backward.embedding": "backward of the token embedding",
@@ -117,6 +117,14 @@ class PlanWarning(Record):
     fix: str
 
 
+class Compared(Record):
+    """One number of the formulas beside what a probe measured of it."""
+
+    what: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
 class MemoryReport(Record):
     """The answer; every method (formula, trace, probe) gives one."""
 
@@ -140,6 +148,8 @@ class MemoryReport(Record):
     rope: RopeParameters | None
     step_time_s: float | None = None
     tokens_per_second: float | None = None
+    compared: tuple[Compared, ...] = ()
+    """The formulas' numbers beside the measured ones (probe)."""
     warnings: tuple[PlanWarning, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
