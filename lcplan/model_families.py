@@ -281,6 +281,7 @@ def _moe(reader: ConfigReader, family: Family, num_layers: int) -> MoeSpec | Non
         num_experts_per_tok=active,
         moe_intermediate_size=reader.size(family.expert_size_key),
         dense_layers=dense,
+        has_router_loss=reader.values.get("router_aux_loss_coef") != 0,
     )
 
 

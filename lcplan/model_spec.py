@@ -26,6 +26,8 @@ class MoeSpec(Record):
     moe_intermediate_size: int
     dense_layers: tuple[int, ...] = ()
     """Indices of layers that keep a dense MLP."""
+    has_router_loss: bool = True
+    """TRL adds the load-balancing loss: router_aux_loss_coef is not 0."""
 
 
 class RopeSpec(Record):

@@ -29,10 +29,11 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     fsdp, float32 = plan.backend == "fsdp2", plan.dtype == "float32" and plan.backend == "single"
     selective = plan.activation_checkpointing == "selective"
     plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
+    gemma = spec.model_type in ("gemma2", "gemma3", "gemma3_text")
+    lora = plan.lora_r is not None
+    masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        f"{spec.id} has layers that are not full attention": not spec.is_full_attention,
-        f"{spec.id} has some layers without experts": spec.moe is not None and bool(spec.moe.dense_layers),
         "--backend deepspeed": plan.backend == "deepspeed",
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
@@ -42,8 +43,24 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--offload-params without --backend fsdp2": plan.offload_params and not fsdp,
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         **_uncovered_lora(spec, plan, plain=plain),
+        # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
+        f"{spec.model_type} with --attn-implementation flash_attention_2": (
+            plan.attn_implementation == "flash_attention_2" and spec.model_type in ("phi3", "glm4", "gpt_oss")
+        ),
+        **{
+            f"{spec.id}: a materialised attention mask (eager attention, or a sliding window) with {what}": masked
+            and on
+            for what, on in {
+                "--dtype float32": float32,
+                "--activation-checkpointing selective": selective,
+                "--offload-activations": plan.offload_activations,
+                "--activation-offloading": plan.activation_offloading,
+                f"--lora-r {plan.lora_r}": lora,
+            }.items()
+        },
+        "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
+        f"{spec.model_type} with more than one GPU": gemma and fsdp,
         f"--quantize {plan.quantize}": plan.quantize != "none",
-        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
         "--optim adafactor with --backend fsdp2": plan.optim == "adafactor" and fsdp,
         "--packing": plan.packing,
@@ -54,14 +71,15 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--loss full with --dtype float32": plan.loss == "full" and float32,
         f"{spec.model_type} with --dtype float32": float32 and not plain,
         f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
-        # formula and trace differ by 1.5% there, and no GPU has said which is right
-        "mixtral with --activation-checkpointing none": (
-            spec.model_type == "mixtral" and plan.activation_checkpointing == "none"
-        ),
         # torch 2.11 with transformers 5.24 stops at the first step: a view is modified in place
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
+
+
+def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:
+    slides = spec.sliding_window is not None and plan.max_length >= spec.sliding_window
+    return plan.attn_implementation == "eager" or (plan.attn_implementation == "sdpa" and slides)
 
 
 def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:

@@ -1,20 +1,27 @@
 """The formula method: which items are alive at which instant of a step.
 
-A step's memory rises and falls linearly from layer to layer, so its maximum is at one of the last or first decoder
-layers: the very last and first, those before them (FSDP2's prefetch and reduce-scatter buffers differ there), and with
-every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
+Between layers that are alike a step's memory differs by what the layers below keep and the gradients of those above, so
+of each kind of layer (sliding or full, experts or dense, checkpointed or not) one has the most. That one can be the
+peak, and so can the ends: the very last and first layer, those before them (FSDP2's prefetch and reduce-scatter buffers
+differ there), and with every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
 from lcplan.estimators.coverage import check_covered
-from lcplan.estimators.layer import TRAITS, Alive, LayerInstant, LayerShape, merge, saved
+from lcplan.estimators.layer import TRAITS, Alive, AttentionPath, LayerInstant, LayerShape, merge, saved, times
 from lcplan.estimators.layer import instants as layer_instants
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
+
+BOOL_BYTES = 1
+"""torch.bool.itemsize: one byte an element."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,23 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
     check_covered(spec, plan)
     step = _Step(spec, plan, rank)
     result = {"forward": step.forward(), "loss": step.loss()}
-    own = layer_instants(step.shape)
     for index in step.layers_that_can_peak():
-        for instant in own:
+        for instant in step.own_instants(index):
             result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
     result["backward.embedding"] = step.embedding_backward()
     result["optimizer_step"] = step.optimizer_step()
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
+
+
+class Kind(NamedTuple):
+    """What tells one decoder layer from another in what it keeps."""
+
+    mask: str | None
+    """The materialised mask it takes, by layer type."""
+    dense: bool
+    """A dense MLP among layers with experts."""
+    recomputed: bool
+    """Checkpointed."""
 
 
 class _Step:
@@ -57,9 +74,11 @@ class _Step:
         targets = lora.target_shapes(spec, plan.lora_target_modules) if plan.lora_r else {}
         self.frozen = plan.lora_r is not None
         adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
-        self.trainable_layer = adapters if self.frozen else spec.layers[0].total
+        self.trainable_layers = [adapters if self.frozen else layer.total for layer in spec.layers]
         self.trainable_head = 0 if self.frozen else spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
-        self.trainable = adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters
+        # a vision tower without pictures gets no gradient
+        whole = spec.num_parameters - spec.other_parameters
+        self.trainable = adapters * spec.num_hidden_layers if self.frozen else whole
         self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
         self.trained_bytes = weights.FP32_BYTES if plan.lora_r else self.state_bytes
         self.tokens = plan.tokens_per_rank
@@ -72,26 +91,81 @@ class _Step:
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
         self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and not self.frozen
-        self.shape = LayerShape(
-            spec=spec,
+        self.ring_copies_output = self.ring and rank < plan.cp_size - 1
+        self.first_rank = rank == 0
+        self.targets = targets
+        self.masks = [self._mask(kind) for kind in spec.layer_types]
+        dense = () if spec.moe is None else spec.moe.dense_layers
+        self.kinds: list[Kind] = [
+            Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
+        ]
+        self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
+        self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
+        self.instants = {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
+        self.saves_input = self.shapes[self.kinds[0]].saves_input
+        # gradients of the layers above each, and of all
+        self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+
+    def _checkpointed(self, index: int) -> bool:
+        return self.every is not None and index % self.every == 0
+
+    def _mask(self, layer_type: str) -> str | None:
+        """The layer type whose materialised mask a layer takes; None where its kernel needs none."""
+        if self.plan.attn_implementation == "eager":
+            return layer_type
+        window = self.spec.sliding_window
+        slides = layer_type != "full_attention" and window is not None and self.plan.max_length >= window
+        return layer_type if slides and self.plan.attn_implementation == "sdpa" else None
+
+    def _shape(self, kind: Kind, index: int) -> LayerShape:
+        mask, dense, recomputed = kind
+        plan = self.plan
+        path: AttentionPath = "kernel"
+        if mask is not None:
+            path = "eager" if plan.attn_implementation == "eager" else "masked"
+        return LayerShape(
+            spec=self.spec,
+            parameters=self.spec.layers[index],
+            moe=None if dense else self.spec.moe,
+            attention=path,
+            flash=plan.attn_implementation == "flash_attention_2",
+            recomputed=recomputed,
             tokens=self.tokens,
+            row_tokens=plan.max_length,
             float32=self.float32,
             offloads_input=plan.offload_activations,
-            ring_copies_output=self.ring and rank < plan.cp_size - 1,
+            ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
-            first_rank=rank == 0,
+            first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
             sharded=self.fsdp,
             lora_rank=plan.lora_r,
-            lora_targets=targets,
+            lora_targets=self.targets,
         )
+
+    def own_instants(self, index: int) -> tuple[LayerInstant, ...]:
+        """Those instants of a layer's backward that can be its largest."""
+        return self.instants[self.kinds[index]]
 
     def layers_that_can_peak(self) -> list[int]:
         """Indices of decoder layers, in the order of the backward pass."""
         near = max(self.every or 1, 1)
         last = self.layers - 1
         ends = {*range(max(last - near, 0), self.layers), *range(min(near, last) + 1)}
+        if len(self.shapes) > 1 or TRAITS[self.spec.model_type].rotary_by_layer_type:
+            ends.update(self._fullest_of_each_kind())
         return sorted(ends, reverse=True)
+
+    def _fullest_of_each_kind(self) -> list[int]:
+        """Of each kind of layer the one at whose backward there is most beside what the layer itself has."""
+        beside = [
+            sum(self._beside(index).values()) + self.gradient_bytes * self.trainable_above[index + 1]
+            for index in range(self.layers)
+        ]
+        return [
+            max((i for i, other in enumerate(self.kinds) if other == kind), key=beside.__getitem__)
+            for kind in self.shapes
+        ]
 
     # What is there all step long
 
@@ -120,8 +194,11 @@ class _Step:
             alive[optimizer.adafactor_states.key] = optimizer.adafactor_states(sum_of_sides=sides)
         return alive
 
-    def step_wide(self) -> Alive:
-        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
+    def step_wide(self, layers: int) -> Alive:
+        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head.
+
+        Rotary tables of a kind of layer go with the last of the ``layers`` still to run that use them.
+        """
         spec, plan = self.spec, self.plan
         rows = plan.per_device_train_batch_size
         alive = self.states()
@@ -131,13 +208,16 @@ class _Step:
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
         tables = activations.rotary_tables
+        traits = TRAITS[spec.model_type]
+        width = spec.head_dim * spec.rope.partial_rotary_factor / (2 if traits.half_rotary else 1)
         # FSDP2 casts what enters its units to bf16
-        wide = self.float32 or (TRAITS[spec.model_type].wide_rotary and not self.fsdp)
-        alive[tables.key] = tables(
+        wide = self.float32 or (traits.wide_rotary and not self.fsdp)
+        one = tables(
             tokens=self.tokens if self.ring else self.tokens // rows,
-            head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
+            head_dim=round(width),
             dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
         )
+        alive[tables.key] = one * (len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1)
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         return alive
@@ -146,13 +226,15 @@ class _Step:
 
     def kept_by_layers(self, count: int, *, running: bool) -> Alive:
         """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
-        every, below = self.every, count - 1 if running else count
-        checkpointed = 0 if every is None else -(-count // every)
-        whole = count - checkpointed
-        if running and (every is None or (count - 1) % every):
-            whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
-        kept = saved(self.shape, self.tokens * whole) if whole else {}
-        if self.shape.saves_input:
+        below = count - 1 if running else count
+        kinds = self.kinds[:count]
+        checkpointed = sum(kind.recomputed for kind in kinds)
+        kept: Alive = {}
+        # the running layer's own instant has what it saved
+        for kind, number in Counter(kind for kind in kinds[:below] if not kind.recomputed).items():
+            kept = merge(kept, times(self.saved[kind], number))
+        kept = merge(kept, self._masks({kind.mask for kind in kinds if kind.recomputed}))
+        if self.saves_input:
             kept = merge(kept, self._inputs(count - checkpointed))
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
         on_gpu = checkpointed
@@ -165,11 +247,19 @@ class _Step:
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
             kept[item.key] = outputs
-        if spec_moe := self.spec.moe:
+        if self.spec.moe is not None and self.spec.moe.has_router_loss:
             kept[moe.router_gradients.key] = moe.router_gradients(
-                tokens=self.tokens, num_experts=spec_moe.num_experts, num_layers=count
-            )
+                tokens=self.tokens, num_experts=self.spec.moe.num_experts,
+                num_layers=sum(not kind.dense for kind in kinds),
+            )  # fmt: skip
         return kept
+
+    def _masks(self, layer_types: set[str | None]) -> Alive:
+        """Materialised masks of the layer types named."""
+        item, eager = attention.masks, self.plan.attn_implementation == "eager"
+        number = len(layer_types - {None})
+        size = {"tokens": self.tokens, "row_tokens": self.plan.max_length, "num_masks": number}
+        return {item.key: item(element_bytes=weights.BF16_BYTES if eager else BOOL_BYTES, **size)}
 
     def _inputs(self, num_layers: int) -> Alive:
         item = activations.layer_inputs
@@ -220,7 +310,8 @@ class _Step:
     def forward(self) -> Alive:
         """MLP of the last layer in the forward pass."""
         spec = self.spec
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive |= self._masks(set(self.masks))
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
         if self.every is not None and spec.moe is None:
@@ -235,7 +326,7 @@ class _Step:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
@@ -256,11 +347,17 @@ class _Step:
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
-        done = (self.layers - 1 - index) * self.trainable_layer
+        done = self.trainable_above[index + 1]
         done += 0 if self.holds_tied_head else self.trainable_head
-        common = merge(self.step_wide(), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
+        common = merge(
+            self.step_wide(index + 1), self.kept_by_layers(index + 1, running=True), self._autocast_of(index)
+        )
         alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
+
+    def _beside(self, index: int) -> Alive:
+        """What is there in the backward of layer ``index`` beside gradients and what the layer has itself."""
+        return merge(self.step_wide(index + 1), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
 
     def _fsdp_buffers(self, index: int) -> Alive:
         """Gathered weights of this layer and the prefetched unit, and the last unit's gradients."""
@@ -268,7 +365,10 @@ class _Step:
         alive = {gathered.key: gathered(layer_parameters=self.layer, num_layers=2 if index > 0 else 1)}
         if index == 0 and not self.tied:
             alive |= self._gathered_embedding()
-        previous_unit = self.trainable_layer if index < self.layers - 1 else (0 if self.tied else self.trainable_head)
+        above = index + 1
+        previous_unit = (
+            self.trainable_layers[above] if above < self.layers else (0 if self.tied else self.trainable_head)
+        )
         scatter = gradients.reduce_scatter_input
         return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
 
@@ -279,18 +379,18 @@ class _Step:
     def embedding_backward(self) -> Alive:
         """Backward of the token embedding."""
         spec, tokens = self.spec, self.tokens
-        done = self.layers * self.trainable_layer + (0 if self.holds_tied_head else self.trainable_head)
+        done = self.trainable_above[0] + (0 if self.holds_tied_head else self.trainable_head)
         table = gradients.embedding(embedding_parameters=spec.embedding_parameters, dtype_bytes=self.compute_bytes)
         incoming = activations.residual(
             tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
         )
-        alive = merge(self.step_wide(), self.gradients(done, current=0), self.tied_head())
+        alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
         if not self.frozen:
             alive[gradients.embedding.key] = table
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
-            alive[scatter.key] = scatter(unit_parameters=self.trainable_layer)
+            alive[scatter.key] = scatter(unit_parameters=self.trainable_layers[0])
             if not self.tied:
                 alive |= self._gathered_embedding()
         return alive

@@ -88,7 +88,7 @@ def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
         try:
             with tracker:
                 _step(tracker, model, inputs)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except Exception as error:  # whatever a model's own code raises on tensors without values
             raise EnvironmentProblem(
                 "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. --method formula may cover it."
             ) from error
@@ -113,6 +113,9 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
 
     raw = dict(spec.config)
     config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
+    text = config.get_text_config()
+    if hasattr(text, "output_router_logits"):  # as TRL's trainer sets it
+        text.output_router_logits = getattr(text, "router_aux_loss_coef", 0.0) != 0.0
     with no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(
@@ -147,6 +150,8 @@ def _step(tracker: StorageTracker, model: Any, inputs: dict[str, torch.Tensor]) 
     tracker.phase = "forward"
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     loss = -outputs.log_probs.sum()
+    if outputs.aux_loss is not None:
+        loss = loss + outputs.aux_loss
     del outputs
     tracker.phase = "backward"
     loss.backward()
