@@ -48,6 +48,20 @@ def installed_stack() -> dict[str, str | None]:
     return {name: _version(name) for name in STACK}
 
 
+def need_train_extra(why: str) -> None:
+    """Refuse to go on without the training stack.
+
+    Raises:
+        EnvironmentProblem: naming what is missing.
+    """
+    missing = [name for name, version in installed_stack().items() if version is None]
+    if missing:
+        raise EnvironmentProblem(
+            "missing-extra",
+            f"{why}, and {', '.join(missing)} is not installed. Install it: pip install 'lcplan[train]'",
+        )
+
+
 def lcplan_version() -> str:
     """Version of the installed distribution, or ``0+unknown`` when run from a bare source tree."""
     return _version("lcplan") or "0+unknown"
@@ -73,13 +87,7 @@ def estimate_by_trace(
         EnvironmentProblem: when the train extra is missing or the modeling code cannot be traced.
         PlanError: when the plan holds what is not traced, or the rotary scaling is impossible.
     """
-    missing = [name for name, version in installed_stack().items() if version is None]
-    if missing:
-        raise EnvironmentProblem(
-            "missing-extra",
-            f"--method trace runs the training code, and {', '.join(missing)} is not installed. Install it: "
-            "pip install 'lcplan[train]'",
-        )
+    need_train_extra("--method trace runs the training code")
     from lcplan.tracing.trace import trace
 
     return _report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)

@@ -172,6 +172,7 @@ def read_config(config: Mapping[str, Any], id: str) -> ModelSpec:
         pretrained_length=_pretrained_length(model_type, max_length, rope),
         qk_norm=family.qk_norm,
         norms_per_layer=family.norms_per_layer,
+        has_sdpa=family.sdpa,
         moe=moe,
         layers=layers,
         embedding_parameters=vocab * hidden,
@@ -196,7 +197,8 @@ def _known(config: Mapping[str, Any], id: str) -> tuple[ConfigReader, str]:
         "unsupported-architecture",
         f"{id}: the formulas do not know model_type {model_type!r:.60} "
         f"(architectures: {config.get('architectures')!r:.120}). They know these families: "
-        f"{', '.join(KNOWN_FAMILIES)}. Choose a model of one of them.",
+        f"{', '.join(KNOWN_FAMILIES)}. Use estimate --method trace, which runs transformers' own class, or choose a "
+        "model of one of them.",
     )
 
 

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError
 
 from lcplan._record import Record
 from lcplan.errors import PlanError
-from lcplan.model_families import FAMILIES
 from lcplan.model_spec import ModelSpec
 
 Backend = Literal["single", "fsdp2", "deepspeed"]
@@ -98,7 +97,7 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
         PlanError: impossible sizes, or a combination that the training stack refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    assumptions = _fill(values, usual_gpus_per_node, sdpa=_has_sdpa(spec))
+    assumptions = _fill(values, usual_gpus_per_node, sdpa=spec.has_sdpa)
     try:
         plan = TrainPlan(**values)
     except ValidationError as error:
@@ -116,10 +115,6 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _has_sdpa(spec: ModelSpec) -> bool:
-    return spec.model_type not in FAMILIES or FAMILIES[spec.model_type].sdpa
 
 
 def _fill(values: dict[str, Any], usual_gpus_per_node: int, *, sdpa: bool) -> list[str]:
@@ -257,7 +252,7 @@ def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
-    if plan.attn_implementation == "sdpa" and not _has_sdpa(spec):
+    if plan.attn_implementation == "sdpa" and not spec.has_sdpa:
         raise PlanError(
             "no-sdpa",
             f"--attn-implementation sdpa with {spec.id} ({spec.model_type}): scaled_dot_product_attention has no sinks "

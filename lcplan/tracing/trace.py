@@ -127,8 +127,15 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
     model.tie_weights()
     model.train()
     if plan.activation_checkpointing == "full":
-        model.activation_checkpointing_enable(every_n_layers=plan.checkpoint_every_n_layers)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        try:
+            model.activation_checkpointing_enable(every_n_layers=plan.checkpoint_every_n_layers)
+        except ValueError as error:  # a model without it
+            reason = str(error).rstrip(".")
+            raise PlanError("not-traced", f"{reason}. Use --activation-checkpointing none.") from error
+    try:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    except Exception as error:  # a model that keeps its layers and its head elsewhere
+        raise EnvironmentProblem("trace-failed", f"{spec.id} does not take TRL's loss head: {error}.") from error
     return model
 
 
