@@ -25,6 +25,7 @@ DEVICE = "device"
 PHASE_HELP = {
     "forward": "MLP of the last layer in the forward pass; all stored layer inputs are there",
     "loss": "backward of the loss head",
+    "final_norm": "backward of the final norm, when the head's gradient is there",
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
     "backward[i].attention": "backward of the attention of layer i",
     "backward[i].closing_norm": "backward of the norm behind the MLP of layer i, with all that the layer saved",

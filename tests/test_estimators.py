@@ -19,6 +19,7 @@ SCORES = {
     "tokens": T, "row_tokens": T, "heads": HEADS, "repeated_heads": HEADS, "head_dim": D, "soft_capped": False,
     "sinks": False,
 }  # fmt: skip
+MLP = {"tokens": T, "hidden_size": H, "intermediate_size": INNER}
 NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "frozen": False}
 
 
@@ -30,6 +31,16 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (optimizer.foreach_temporary(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
         (optimizer.adafactor_states(sum_of_sides=11), 44),
         (optimizer.adafactor_update(largest_parameter=V * H), 16 * 22_400),
+        # 10,240 codes and 40 scales of each moment over 4 ranks
+        (optimizer.adamw_8bit_states(num_parameters=10_240, ranks=4), (20_480 + 320) // 4),
+        (optimizer.wide_embedding_states(embedding_parameters=V * H), 8 * 22_400),
+        (optimizer.paged_scales(num_parameters=10_240), 320),
+        (optimizer.torchao_update(largest_parameter=10_240, ranks=4), (81_920 + 320) // 4),
+        # 16,385 weights: 8,193 bytes of codes, 257 scales, two scales of scales
+        (weights.nf4(num_parameters=16_385, ranks=1), 8193 + 257 + 8),
+        (weights.nf4(num_parameters=16_384, ranks=4), 2048 + 256 + 4),
+        (weights.dequantised(largest_matrix=H * INNER), 2 * 40 * 112),
+        (weights.gathered_nf4_layers(linear_parameters=1000, num_layers=2), 1000),
         (weights.gathered_layers(layer_parameters=500, num_layers=2), 2000),
         (weights.gathered_embedding(embedding_parameters=V * H), 44_800),
         (weights.gathered_head(head_parameters=V * H + H), 44_880),
@@ -60,6 +71,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (activations.mlp_saved(tokens=T, intermediate_size=INNER, frozen=True), 4704),
         (activations.mlp_backward(tokens=T, intermediate_size=INNER, frozen=False), 3136),
         (activations.mlp_backward(tokens=T, intermediate_size=INNER, frozen=True), 4704),
+        (activations.down_backward(tokens=T, intermediate_size=INNER), 448 * 7),
         (activations.mlp_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 160) * 7),
         (attention.qk_norm(**SHAPE, wide=False, full=False, frozen=False), (6 * 9 * 16 + 36) * 7),
         (attention.qk_norm(**SHAPE, wide=True, full=True, frozen=False), (8 * 9 * 16 + 8) * 7),
@@ -80,6 +92,12 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=False), 244 * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=True, frozen=False), 324 * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=True), 164 * 7),
+        (loss_head.final_norm_backward(tokens=T, hidden_size=H), 24 * 40 * 7),
+        (loss_head.chunks_of_rows(tokens=T, vocab_size=V, hidden_size=H), 176 * 7 + 44_800 + 16 * 256 * V),
+        (
+            loss_head.chunks_of_rows(tokens=T, vocab_size=V, hidden_size=4096),
+            (16_384 + 16) * 7 + 6 * V * 4096 + 512 * 4096,
+        ),
         (loss_head.hidden_states(tokens=T, hidden_size=H), 348 * 7),
         (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=False), 6 * 22_400),
         (loss_head.weight_gradient(vocab_size=V, hidden_size=H, float32=True), 4 * 22_400),
@@ -89,11 +107,14 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (loss_head.full_logits(tokens=T, vocab_size=V, hidden_size=H), (6720 + 80) * 7),
         # 7*40*2 = 560 bytes a layer become 1024
         (host.pinned_layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 5120),
-        (lora.adapters(num_parameters=1001, ranks=8), 501),
+        (lora.adapters(num_parameters=1001, dtype_bytes=4, ranks=8), 501),
+        (lora.dropped_inputs(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (300 + 30) * 7),
         (lora.weight_casts(layer_parameters=11), 22),
         (lora.saved(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (200 + 30) * 7),
         (lora.shared_inputs(tokens=T, sum_of_inputs=100, num_targets=3, rank=5), (200 + 30) * 7),
-        (lora.down_forward(tokens=T, hidden_size=H, intermediate_size=INNER), (672 + 320) * 7),
+        (lora.down_forward(**MLP, wide=True, dropout=False), (672 + 320) * 7),
+        (lora.down_forward(**MLP, wide=True, dropout=True), (1120 + 320) * 7),
+        (lora.down_forward(**MLP, wide=False, dropout=True), (224 + 320) * 7),
         (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
         (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),
         (moe.backward(**CHOSEN, weight_bytes=2, recomputed=True), 3 * (240 + 32) * 7),

@@ -96,15 +96,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     "lora-r 8 with --activation-checkpointing none": {"lora_r": 8, "activation_checkpointing": "none"},
     "lora-r 8 with --dtype float32": {"lora_r": 8, "dtype": "float32"},
     "lora-r 8 with --optim sgd": {"lora_r": 8, "optim": "sgd"},
-    "quantize": {"quantize": "nf4"},
     "eager attention, or a sliding window. with --dtype float32": {"attn_implementation": "eager", "dtype": "float32"},
     "materialised attention mask.* with --lora-r 8": {"attn_implementation": "eager", "lora_r": 8},
     "materialised attention mask.* with --offload-activations": {
         "attn_implementation": "eager",
         "offload_activations": True,
     },
-    "optim muon": {"optim": "muon"},
-    "adafactor with --backend fsdp2": {"optim": "adafactor", "num_gpus": 2},
+    "quantize nf4 with --cp-size 2": {"quantize": "nf4", "lora_r": 8, "num_gpus": 2, "cp_size": 2},
+    "optim sgd with --offload-params": {"optim": "sgd", "num_gpus": 2, "offload_params": True},
+    "loss chunked-256 with --backend fsdp2": {"loss": "chunked-256", "num_gpus": 2},
+    "loss chunked-256 with --dtype float32": {"loss": "chunked-256", "dtype": "float32"},
+    "lora-r 8 with --no-reshard-after-forward": {"lora_r": 8, "num_gpus": 2, "reshard_after_forward": False},
+    "padding": {"padding": True},
+    "backend ddp": {"backend": "ddp", "num_gpus": 2},
     "packing": {"packing": True},
     "loss full": {"loss": "full", "dtype": "float32"},
     "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
@@ -115,6 +119,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_a_lever_without_measurements_is_refused_by_name(what: str) -> None:
     with pytest.raises(PlanError, match=f"{what}.*would be a guess"):
         peak(tiny_spec(), max_length=256, **REFUSED[what])
+
+
+def test_a_frozen_table_shared_under_fsdp2_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="one table"):
+        peak(tiny_spec(tie_word_embeddings=True), max_length=64, num_gpus=2, freeze_embeddings=True, freeze_head=True)
 
 
 def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
@@ -195,7 +204,7 @@ def test_lora_under_fsdp2_shares_inputs() -> None:
     t = 1024
     plan = plan_of(tiny_spec(), max_length=4 * t, num_gpus=4, cp_size=4, lora_r=8)
     alive = formula.instants(tiny_spec(), plan).phases["backward[0].mlp"]
-    assert alive["lora.shared_inputs"] == (2 * 2 * 40 + 2 * 8 * 7) * t
+    assert alive["lora.shared_inputs"] == (2 * 2 * 40 + 2 * 8 * 6) * t, "down_proj's own is over"
     assert alive["weights.parameters"] == -(-2 * P // 4), "the frozen base stays in bf16"
     adapters = 8 * ((40 + 96) + 2 * (40 + 48) + (96 + 40) + 2 * (40 + 112) + (112 + 40))
     assert alive["weights.gathered_layers"] == 2 * (LAYER + adapters)

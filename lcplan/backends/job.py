@@ -74,8 +74,8 @@ def accelerate_config(job: JobSpec) -> dict[str, Any]:
         return fsdp2.accelerate_config(job.plan)
     raise PlanError(
         "backend-not-available",
-        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. "
-        "Use --backend fsdp2 with --cp-size in place of --sp-size.",
+        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. Use --backend fsdp2, "
+        "with --cp-size in place of --sp-size.",
     )
 
 
@@ -88,6 +88,10 @@ def check_job(job: JobSpec) -> None:
         "--quantize": plan.quantize != "none",
         "--mlp-tile-size": plan.mlp_tile_size is not None,
         "--packing": plan.packing,
+        "--padding": plan.padding,
+        "--freeze-embeddings": plan.freeze_embeddings,
+        "--freeze-head": plan.freeze_head,
+        "--scored-fraction": plan.scored_fraction < 1,
     }
     if asked := [flag for flag, is_set in unsupported.items() if is_set]:
         raise PlanError(

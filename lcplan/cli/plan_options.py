@@ -38,7 +38,7 @@ def _plan_flags(
     gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
     num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,
     gpus_per_node: Annotated[int | None, _option("GPUs of one node.")] = None,
-    backend: Annotated[str | None, _option("single, fsdp2 or deepspeed.")] = None,
+    backend: Annotated[str | None, _option("single, ddp, fsdp2 or deepspeed.")] = None,
     dp_replicate_size: Annotated[int | None, _option("Replicas of the sharded model.")] = None,
     dp_shard_size: Annotated[int | None, _option("Data-parallel ranks that shard the states.")] = None,
     cp_size: Annotated[int | None, _option("Ranks that split a sequence by ring attention (FSDP2).")] = None,
@@ -46,7 +46,8 @@ def _plan_flags(
     cp_comm_strategy: Annotated[str | None, _option("allgather or alltoall.")] = None,
     dtype: Annotated[str | None, _option("bfloat16 or float32: type the weights are loaded in.")] = None,
     optim: Annotated[str | None, _option("Optimizer, by transformers' name.")] = None,
-    loss: Annotated[str | None, _option("chunked or full.")] = None,
+    loss: Annotated[str | None, _option("chunked, chunked-256 (TRL 1.13 and 1.14) or full.")] = None,
+    scored_fraction: Annotated[float | None, _option("Share of tokens with a label; prompts masked: below 1.")] = None,
     activation_checkpointing: Annotated[str | None, _option("full, selective or none.")] = None,
     checkpoint_every_n_layers: Annotated[int | None, _option("Checkpoint every n-th layer only.")] = None,
     offload_activations: Annotated[
@@ -63,10 +64,26 @@ def _plan_flags(
         Flag,
         _option("Keep parameters and optimizer states on the host.", "--offload-params/--no-offload-params"),
     ] = None,
+    reshard_after_forward: Annotated[
+        Flag,
+        _option(
+            "FSDP2: free a layer's weights after its forward.", "--reshard-after-forward/--no-reshard-after-forward"
+        ),
+    ] = None,
+    zero_stage: Annotated[int | None, _option("DeepSpeed: 1, 2 or 3.")] = None,
+    offload_optimizer: Annotated[
+        Flag, _option("DeepSpeed: optimizer on the host.", "--offload-optimizer/--no-offload-optimizer")
+    ] = None,
     mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile.")] = None,
     lora_r: Annotated[int | None, _option("LoRA rank.")] = None,
     lora_target_modules: Annotated[str | None, _option("Modules that get an adapter.")] = None,
+    lora_dropout: Annotated[float | None, _option("Dropout before the adapters.")] = None,
     quantize: Annotated[str | None, _option("none or nf4.")] = None,
+    freeze_embeddings: Annotated[
+        Flag, _option("Do not train the token embedding.", "--freeze-embeddings/--no-freeze-embeddings")
+    ] = None,
+    freeze_head: Annotated[Flag, _option("Do not train lm_head.", "--freeze-head/--no-freeze-head")] = None,
+    padding: Annotated[Flag, _option("Rows are padded to max_length.", "--padding/--no-padding")] = None,
     attn_implementation: Annotated[str | None, _option("sdpa, flash_attention_2 or eager.")] = None,
     rope: Annotated[str | None, _option("auto, none or yarn:FACTOR.")] = None,
     packing: Annotated[Flag, _option("Pack short samples into a row.", "--packing/--no-packing")] = None,

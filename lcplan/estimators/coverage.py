@@ -7,8 +7,8 @@ from lcplan.estimators.layer import TRAITS
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adafactor")
-"""Each has a measured row: m001, m088, m055 and m041."""
+LORA_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+"""Optimizers whose states over adapters are counted."""
 
 
 def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
@@ -34,7 +34,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        "--backend deepspeed": plan.backend == "deepspeed",
+        f"--backend {plan.backend}": plan.backend in ("ddp", "deepspeed"),
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
@@ -60,15 +60,19 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         },
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
         f"{spec.model_type} with more than one GPU": gemma and fsdp,
-        f"--quantize {plan.quantize}": plan.quantize != "none",
-        f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
-        "--optim adafactor with --backend fsdp2": plan.optim == "adafactor" and fsdp,
+        f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,
+        f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
+        f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
+        "--padding": plan.padding,
+        "--freeze-embeddings with --backend fsdp2 and one table for embedding and head": (
+            plan.freeze_embeddings and fsdp and spec.tie_word_embeddings
+        ),
         "--packing": plan.packing,
         "--activation-offloading with --backend fsdp2": plan.activation_offloading and fsdp,
         "--activation-offloading without --activation-checkpointing full": (
             plan.activation_offloading and plan.activation_checkpointing != "full"
         ),
-        "--loss full with --dtype float32": plan.loss == "full" and float32,
+        f"--loss {plan.loss} with --dtype float32": plan.loss != "chunked" and float32,
         f"{spec.model_type} with --dtype float32": float32 and not plain,
         f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
         # torch 2.11 with transformers 5.24 stops at the first step: a view is modified in place
@@ -91,7 +95,8 @@ def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[st
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
         f"--loss {plan.loss}": plan.loss != "chunked",
-        f"--optim {plan.optim}": not plan.optim.startswith("adamw_torch"),
+        f"--optim {plan.optim}": plan.optim not in LORA_OPTIMIZERS,
+        "--no-reshard-after-forward": not plan.reshard_after_forward,
         spec.model_type: not plain,
     }
     return {f"--lora-r {plan.lora_r} with {what}": lora and present for what, present in also.items()}

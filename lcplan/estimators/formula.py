@@ -8,6 +8,7 @@ differ there), and with every n-th layer checkpointed the n at either end. Each 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -43,7 +44,7 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
     """
     check_covered(spec, plan)
     step = _Step(spec, plan, rank)
-    result = {"forward": step.forward(), "loss": step.loss()}
+    result = {"forward": step.forward(), "loss": step.loss(), "final_norm": step.final_norm()}
     for index in step.layers_that_can_peak():
         for instant in step.own_instants(index):
             result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
@@ -73,24 +74,30 @@ class _Step:
         self.state_bytes = state_bytes(plan)
         targets = lora.target_shapes(spec, plan.lora_target_modules) if plan.lora_r else {}
         self.frozen = plan.lora_r is not None
+        self.quantised = plan.quantize == "nf4"
         adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
+        self.trains_embedding = not self.frozen and not plan.freeze_embeddings
+        self.trains_head = not self.frozen and not plan.freeze_head
         self.trainable_layers = [adapters if self.frozen else layer.total for layer in spec.layers]
-        self.trainable_head = 0 if self.frozen else spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
-        # a vision tower without pictures gets no gradient
-        whole = spec.num_parameters - spec.other_parameters
-        self.trainable = adapters * spec.num_hidden_layers if self.frozen else whole
+        self.trainable_head = 0 if self.frozen else spec.final_norm_parameters
+        self.trainable_head += spec.vocab_size * spec.hidden_size if self.trains_head else 0
+        self.trainable = (
+            adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters - self._untrained_parameters()
+        )
         self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
-        self.trained_bytes = weights.FP32_BYTES if plan.lora_r else self.state_bytes
+        self.trained_bytes = self.state_bytes
+        if self.frozen:
+            self.trained_bytes = weights.BF16_BYTES if self.quantised else weights.FP32_BYTES
         self.tokens = plan.tokens_per_rank
         self.layers = spec.num_hidden_layers
         self.layer = spec.layers[0].total + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
         self.tied = spec.tie_word_embeddings
-        self.gradient_bytes = weights.FP32_BYTES if self.frozen else self.compute_bytes
+        self.gradient_bytes = self.trained_bytes if self.frozen else self.compute_bytes
         self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
-        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and not self.frozen
+        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and self.trains_head
         self.ring_copies_output = self.ring and rank < plan.cp_size - 1
         self.first_rank = rank == 0
         self.targets = targets
@@ -138,14 +145,22 @@ class _Step:
             cp_size=plan.cp_size,
             first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
-            sharded=self.fsdp,
+            narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
+            lora_dropout=plan.lora_dropout > 0,
+            quantised=self.quantised,
             lora_targets=self.targets,
         )
 
     def own_instants(self, index: int) -> tuple[LayerInstant, ...]:
         """Those instants of a layer's backward that can be its largest."""
         return self.instants[self.kinds[index]]
+
+    def _untrained_parameters(self) -> int:
+        """Parameters that are not trained although the layers are: frozen tables, a vision tower without pictures."""
+        spec, plan = self.spec, self.plan
+        embedding = spec.embedding_parameters if plan.freeze_embeddings else 0
+        return spec.other_parameters + embedding + (spec.lm_head_parameters if plan.freeze_head else 0)
 
     def layers_that_can_peak(self) -> list[int]:
         """Indices of decoder layers, in the order of the backward pass."""
@@ -171,7 +186,7 @@ class _Step:
 
     def states(self) -> Alive:
         """Weights, optimizer states, workspaces and the batch."""
-        spec, plan = self.spec, self.plan
+        plan = self.plan
         local = plan.max_length * plan.per_device_train_batch_size if self.ring else self.tokens
         alive = {
             runtime.cublas_workspace.key: runtime.cublas_workspace(),
@@ -180,19 +195,59 @@ class _Step:
         if plan.offload_params:
             return alive
         ranks = plan.shard_size
-        base_bytes = weights.BF16_BYTES if self.frozen else self.state_bytes
-        alive[weights.parameters.key] = weights.parameters(
-            num_parameters=spec.num_parameters, dtype_bytes=base_bytes, ranks=ranks
-        )
-        if self.frozen:
-            alive[lora.adapters.key] = lora.adapters(num_parameters=self.trainable, ranks=ranks)
-        size = {"num_parameters": self.trainable, "dtype_bytes": self.trained_bytes, "ranks": ranks}
-        if plan.optim.startswith("adamw"):
-            alive[optimizer.adamw_states.key] = optimizer.adamw_states(**size)
-        elif plan.optim == "adafactor":
-            sides = sum(rows + columns for rows, columns in spec.matrix_shapes())
-            alive[optimizer.adafactor_states.key] = optimizer.adafactor_states(sum_of_sides=sides)
+        alive |= self._weights(ranks)
+        alive |= self._optimizer_states(ranks)
         return alive
+
+    def _weights(self, ranks: int) -> Alive:
+        spec, item = self.spec, weights.parameters
+        frozen_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
+        trained = 0 if self.frozen else self.trainable
+        packed = _linear_parameters(spec) if self.quantised else 0
+        kept = item(num_parameters=trained, dtype_bytes=self.state_bytes, ranks=ranks)
+        kept += item(num_parameters=spec.num_parameters - trained - packed, dtype_bytes=frozen_bytes, ranks=ranks)
+        alive = {item.key: kept}
+        if self.quantised:
+            alive[weights.nf4.key] = weights.nf4(num_parameters=packed, ranks=ranks)
+        if self.frozen:
+            adapters = lora.adapters
+            alive[adapters.key] = adapters(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=ranks)
+        return alive
+
+    def _optimizer_states(self, ranks: int) -> Alive:
+        spec, optim = self.spec, self.plan.optim
+        wide = spec.embedding_parameters if self.trains_embedding else 0
+        if optim in ("adamw_torch_fused", "adamw_torch"):
+            item = optimizer.adamw_states
+            return {item.key: item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=ranks)}
+        if optim == "adamw_torch_8bit":
+            narrow = optimizer.adamw_8bit_states
+            return {narrow.key: narrow(num_parameters=self.trainable, ranks=ranks)}
+        if optim == "adamw_bnb_8bit":
+            narrow, embedding = optimizer.adamw_8bit_states, optimizer.wide_embedding_states
+            return {
+                narrow.key: narrow(num_parameters=self.trainable - wide, ranks=ranks),
+                embedding.key: embedding(embedding_parameters=wide),
+            }
+        if optim.startswith("paged"):
+            return self._paged_states(narrow=optim == "paged_adamw_8bit", wide=wide)
+        if optim == "adafactor":
+            sides = sum(rows + columns for rows, columns in spec.matrix_shapes())
+            return {optimizer.adafactor_states.key: optimizer.adafactor_states(sum_of_sides=sides)}
+        return {}  # sgd has no states
+
+    def _paged_states(self, *, narrow: bool, wide: int) -> Alive:
+        """What of paged states torch's allocator sees; base weights are all large enough to be paged."""
+        small = lora.small_adapter_parameters(self.targets, self.plan.lora_r or 0, optimizer.PAGED_FROM)
+        small *= self.layers
+        if not narrow:
+            item = optimizer.adamw_states
+            return {item.key: item(num_parameters=small, dtype_bytes=weights.FP32_BYTES, ranks=1)}
+        kept, scales = optimizer.adamw_8bit_states, optimizer.paged_scales
+        return {
+            kept.key: kept(num_parameters=small, ranks=1),
+            scales.key: scales(num_parameters=self.trainable - wide - small),
+        }
 
     def step_wide(self, layers: int) -> Alive:
         """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head.
@@ -220,6 +275,8 @@ class _Step:
         alive[tables.key] = one * (len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1)
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        elif self.fsdp and not plan.reshard_after_forward:
+            alive |= self._gathered_embedding()
         return alive
 
     # What layers that have yet to run backward keep
@@ -289,7 +346,7 @@ class _Step:
             alive = {gradients.accumulated.key: left}
         ranks = self.plan.shard_size
         if not self.plan.offload_params:
-            per_parameter = weights.FP32_BYTES if self.fsdp else self.gradient_bytes
+            per_parameter = self.trained_bytes if self.fsdp else self.gradient_bytes
             alive[gradients.finished.key] = gradients.finished(
                 num_parameters=done, dtype_bytes=per_parameter, ranks=ranks
             )
@@ -319,7 +376,7 @@ class _Step:
                 tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
             )
         if self.fsdp:
-            alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=self.layer, num_layers=2)
+            alive |= self._gathered(2, kept=self.layers)
         return merge(alive, self.gradients(done=0, current=0))
 
     def loss(self) -> Alive:
@@ -331,19 +388,34 @@ class _Step:
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
         if self.fsdp:
-            alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+            alive |= self._gathered_after_forward()
         if self.plan.loss == "full":
             full = loss_head.full_logits
             alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
+        elif self.plan.loss == "chunked-256":
+            chunks = loss_head.chunks_of_rows
+            alive[chunks.key] = chunks(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
         else:
-            alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=tokens, hidden_size=hidden)
-            if not self.frozen:
+            scored = math.ceil(tokens * self.plan.scored_fraction)
+            alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=scored, hidden_size=hidden)
+            if self.trains_head:
                 gradient = loss_head.weight_gradient
                 alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
-            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=tokens)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
             if float32:
                 alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
+
+    def final_norm(self) -> Alive:
+        """Backward of the final norm, when the head's gradient is there."""
+        spec, norm = self.spec, loss_head.final_norm_backward
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive = merge(alive, self._autocast_of(self.layers))
+        alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
+        if self.fsdp:
+            alive |= self._gathered_after_forward()
+        made = 0 if self.holds_tied_head or not self.trains_head else spec.vocab_size * spec.hidden_size
+        return merge(alive, self.gradients(done=0, current=made), self.tied_head())
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
@@ -361,9 +433,8 @@ class _Step:
 
     def _fsdp_buffers(self, index: int) -> Alive:
         """Gathered weights of this layer and the prefetched unit, and the last unit's gradients."""
-        gathered = weights.gathered_layers
-        alive = {gathered.key: gathered(layer_parameters=self.layer, num_layers=2 if index > 0 else 1)}
-        if index == 0 and not self.tied:
+        alive = self._gathered(2 if index > 0 else 1, kept=index + 1)
+        if index == 0 and not self.tied and self.plan.reshard_after_forward:
             alive |= self._gathered_embedding()
         above = index + 1
         previous_unit = (
@@ -371,6 +442,21 @@ class _Step:
         )
         scatter = gradients.reduce_scatter_input
         return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
+
+    def _gathered(self, num_layers: int, *, kept: int) -> Alive:
+        """Whole weights of ``num_layers`` decoder layers, or of ``kept`` ones where none is freed early."""
+        item, packed = weights.gathered_layers, weights.gathered_nf4_layers
+        if not self.plan.reshard_after_forward:
+            num_layers = kept
+        linears = _linear_parameters(self.spec) // self.layers if self.quantised else 0
+        alive = {item.key: item(layer_parameters=self.layer - linears, num_layers=num_layers)}
+        if self.quantised:
+            alive[packed.key] = packed(linear_parameters=linears, num_layers=num_layers)
+        return alive
+
+    def _gathered_after_forward(self) -> Alive:
+        item = weights.gathered_head
+        return {item.key: item(head_parameters=self.head)} | self._gathered(0, kept=self.layers)
 
     def _gathered_embedding(self) -> Alive:
         item = weights.gathered_embedding
@@ -386,7 +472,7 @@ class _Step:
         )
         alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
-        if not self.frozen:
+        if self.trains_embedding:
             alive[gradients.embedding.key] = table
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
@@ -397,15 +483,31 @@ class _Step:
 
     def optimizer_step(self) -> Alive:
         """All gradients and the optimizer's own temporaries."""
-        spec, plan = self.spec, self.plan
+        plan = self.plan
         alive = merge(self.states(), self.gradients(self.trainable, current=0))
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
             alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
         if plan.optim == "adafactor":
-            largest = max(rows * columns for rows, columns in spec.matrix_shapes())
-            alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=largest)
+            alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=self._largest_matrix())
+        if plan.optim == "adamw_torch_8bit":
+            update = optimizer.torchao_update
+            alive[update.key] = update(largest_parameter=self._largest_matrix(), ranks=plan.shard_size)
         return alive
+
+    def _largest_matrix(self) -> int:
+        """Parameters of the largest matrix that is trained."""
+        tables = (self.trains_embedding, self.trains_head and not self.tied)
+        shapes = self.spec.matrix_shapes()
+        layers = shapes[: len(shapes) - (1 if self.tied else 2)]
+        trained = layers + shapes[len(layers) : len(layers) + sum(tables)]
+        return max(rows * columns for rows, columns in trained)
+
+
+def _linear_parameters(spec: ModelSpec) -> int:
+    """Weights of all linears of the decoder layers, which nf4 packs; head, embedding and norms stay bf16."""
+    tables = 1 if spec.tie_word_embeddings else 2
+    return sum(rows * columns for rows, columns in spec.matrix_shapes()[:-tables])
 
 
 def state_bytes(plan: TrainPlan) -> int:
@@ -441,8 +543,18 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         alive[host.optimizer_states.key] = host.optimizer_states(
             num_parameters=spec.num_parameters, ranks=plan.shard_size
         )
+    if plan.optim.startswith("paged"):
+        alive[host.paged_states.key] = _paged_states(spec, plan)
     load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=state_bytes(plan))
     return alive | {host.load_copies.key: load}
+
+
+def _paged_states(spec: ModelSpec, plan: TrainPlan) -> int:
+    step = _Step(spec, plan, rank=0)
+    small = lora.small_adapter_parameters(step.targets, plan.lora_r or 0, optimizer.PAGED_FROM)
+    paged = step.trainable - small * step.layers
+    wide = paged if plan.optim == "paged_adamw_32bit" else spec.embedding_parameters if step.trains_embedding else 0
+    return host.paged_states(narrow_parameters=paged - wide, wide_parameters=wide)
 
 
 @dataclass(frozen=True)
@@ -467,7 +579,7 @@ def host_need(spec: ModelSpec, plan: TrainPlan) -> HostNeed:
     pinned = sum(items.get(item.key, 0) for item in (host.pinned_layer_inputs, host.pinned_shards))
     return HostNeed(
         pinned_bytes_per_rank=pinned,
-        other_bytes_per_rank=items.get(host.optimizer_states.key, 0),
+        other_bytes_per_rank=items.get(host.optimizer_states.key, 0) + items.get(host.paged_states.key, 0),
         load_bytes_per_node=items[host.load_copies.key],
         ranks_per_node=min(plan.num_gpus, plan.gpus_per_node),
     )

@@ -64,3 +64,17 @@ def optimizer_states(*, num_parameters: int, ranks: int) -> int:
     Confidence: modelled
     """
     return ceil_div(2 * FP32_BYTES * num_parameters, ranks)
+
+
+@item("host.paged_states", "optimizer_state")
+def paged_states(*, narrow_parameters: int, wide_parameters: int) -> int:
+    """Paged optimizer states: managed memory, which moves to the host where the GPU is full.
+
+    Formula: ``2*P_narrow + 8*P_wide``
+    Live in: every phase from the second step on
+    Rounding: exact
+    Ignores: that they stay on the GPU while there is room, beside what PyTorch's allocator holds
+    Source: bitsandbytes 0.50 functional.get_paged (cudaMallocManaged); rows m114 and m115
+    Confidence: modelled
+    """
+    return 2 * narrow_parameters + 2 * FP32_BYTES * wide_parameters

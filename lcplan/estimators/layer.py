@@ -96,9 +96,12 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
-    sharded: bool
-    """FSDP2: adapters are cast to bf16 with their unit, and their inputs are not."""
+    narrow_adapters: bool
+    """Adapters compute in bf16 and take their inputs as they are: FSDP2 casts the unit, TRL those on a 4-bit base."""
     lora_rank: int | None
+    lora_dropout: bool
+    quantised: bool
+    """The base's linears are 4-bit."""
     lora_targets: dict[str, tuple[int, int]]
     """Adapted linears with inputs and outputs; empty without LoRA."""
 
@@ -226,6 +229,8 @@ def _saved_output(shape: LayerShape) -> Alive:
     # eager attention's output is such a copy already, and nothing keeps the first
     if shape.attention == "eager" or not (shape.ring_copies_output or shape.traits.copies_output):
         return {}
+    if shape.frozen and ("o_proj" not in shape.lora_targets or shape.lora_dropout):
+        return {}  # nothing needs the copy: a frozen o_proj has no gradient, and an adapter keeps its dropped input
     spec = shape.spec
     copied = attention.output_copy(tokens=shape.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
     return {attention.output_copy.key: copied}
@@ -281,8 +286,12 @@ def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
 
 
 def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
-    if "down_proj" in shape.lora_targets and not shape.sharded:
+    if "down_proj" in shape.lora_targets and not shape.narrow_adapters:
         return (_adapted_down(shape), _attention(shape))
+    if "down_proj" in shape.lora_targets and shape.lora_dropout:
+        return (_adapted_down(shape), *_adapted_mlp(shape), _attention(shape))
+    if shape.frozen:
+        return (*_adapted_mlp(shape), _attention(shape))
     if shape.moe is not None:
         recomputing = _biased_experts(shape, shape.moe) if shape.traits.biased_experts and shape.recomputed else ()
         backward = (_experts(shape, shape.moe), _expert_gate(shape, shape.moe), _expert_gradients(shape, shape.moe))
@@ -301,14 +310,40 @@ def _mlp(shape: LayerShape) -> LayerInstant:
     alive = merge(saved(shape), own, over, _residual(shape, shape.tokens, 1))
     alive = merge(alive, _autocast(shape, with_mlp=True))
     made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
-    return LayerInstant("mlp", merge(alive, _adapters(shape, shape.lora_targets)), made)
+    return LayerInstant("mlp", alive, made)
+
+
+def _adapted_mlp(shape: LayerShape) -> tuple[LayerInstant, ...]:
+    """The MLP's backward with adapters, and before it down_proj's, which unpacks a 4-bit weight."""
+    plain = _mlp(shape)
+    adapters = _adapters(shape, [name for name in shape.lora_targets if name != "down_proj"])
+    # down_proj's adapter is over: its gradients exist
+    down = {name: size for name, size in shape.lora_targets.items() if name == "down_proj"}
+    made = lora.adapter_parameters(down, shape.lora_rank or 0)
+    mlp = LayerInstant(plain.name, merge(plain.alive, adapters), made)
+    if not shape.quantised:
+        return (mlp,)
+    spec, backward = shape.spec, activations.down_backward
+    own = {
+        backward.key: backward(tokens=shape.tokens, intermediate_size=spec.intermediate_size),
+        weights.dequantised.key: weights.dequantised(largest_matrix=spec.hidden_size * spec.intermediate_size),
+    }
+    alive = {key: size for key, size in mlp.alive.items() if key != activations.mlp_backward.key}
+    return (LayerInstant("down_proj_backward", merge(alive, own), made), mlp)
 
 
 def _adapters(shape: LayerShape, names: Collection[str]) -> Alive:
     """What the named adapters keep, and the casts of the layer's adapter weights."""
     if shape.lora_rank is None:
         return {}
-    if shape.sharded:
+    if shape.lora_dropout:
+        dropped = lora.dropped_inputs
+        kept = dropped(
+            tokens=shape.tokens, sum_of_inputs=sum(shape.lora_targets[name][0] for name in names),
+            num_targets=len(names), rank=shape.lora_rank,
+        )  # fmt: skip
+        return {dropped.key: kept} | _adapter_casts(shape)
+    if shape.narrow_adapters:
         hidden = shape.spec.hidden_size
         groups = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
         shared = sum(hidden for group in groups if group & set(names))
@@ -319,13 +354,24 @@ def _adapters(shape: LayerShape, names: Collection[str]) -> Alive:
         tokens=shape.tokens, sum_of_inputs=sum(shape.lora_targets[name][0] for name in names),
         num_targets=len(names), rank=shape.lora_rank,
     )  # fmt: skip
-    casts = lora.weight_casts(layer_parameters=lora.adapter_parameters(shape.lora_targets, shape.lora_rank))
-    return {lora.saved.key: kept, lora.weight_casts.key: casts}
+    return {lora.saved.key: kept} | _adapter_casts(shape)
+
+
+def _adapter_casts(shape: LayerShape) -> Alive:
+    if shape.narrow_adapters or shape.lora_rank is None:
+        return {}
+    item = lora.weight_casts
+    return {item.key: item(layer_parameters=lora.adapter_parameters(shape.lora_targets, shape.lora_rank))}
 
 
 def _adapted_down(shape: LayerShape) -> LayerInstant:
     spec, item = shape.spec, lora.down_forward
-    own = {item.key: item(tokens=shape.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size)}
+    own = {
+        item.key: item(
+            tokens=shape.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+            wide=not shape.narrow_adapters, dropout=shape.lora_dropout,
+        )
+    }  # fmt: skip
     # still inside the recomputation, so an offloaded input that was copied back is alive as well
     copies = 2 if shape.offloads_input else 1
     alive = merge(saved(shape), own, _residual(shape, shape.tokens, copies))

@@ -86,10 +86,12 @@ def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
 def loss_type(loss: str, default: str | None) -> str:
     """TRL 1.13 and 1.14 (no default) have two; later ones call the chunked one ``nll`` and have no other."""
     if default is None:
-        return "chunked_nll" if loss == "chunked" else "nll"
-    if loss == "full":
+        if loss == "chunked":
+            print(f"Note: trl {trl.__version__} scores 256 rows at a time (--loss chunked-256).", file=sys.stderr)
+        return "nll" if loss == "full" else "chunked_nll"
+    if loss != "chunked":
         raise JobError(
-            f"trl {trl.__version__} always computes the loss in chunks; 1.14 is the last with full logits. "
+            f"trl {trl.__version__} always computes the loss in large chunks; 1.14 is the last with --loss {loss}. "
             "Plan with --loss chunked, or install trl<1.15."
         )
     return "nll"
