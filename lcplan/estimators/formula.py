@@ -371,7 +371,11 @@ class _Step:
         alive |= self._masks(set(self.masks))
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
-        if self.every is not None and spec.moe is None:
+        if not self.kinds[-1].recomputed and not self.float32:
+            norm = loss_head.final_norm_forward
+            wide = TRAITS[spec.model_type].wide_norms
+            alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
+        elif self.every is not None and spec.moe is None:
             alive[activations.mlp_forward.key] = activations.mlp_forward(
                 tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
             )

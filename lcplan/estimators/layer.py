@@ -295,7 +295,7 @@ def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     if shape.moe is not None:
         recomputing = _biased_experts(shape, shape.moe) if shape.traits.biased_experts and shape.recomputed else ()
         backward = (_experts(shape, shape.moe), _expert_gate(shape, shape.moe), _expert_gradients(shape, shape.moe))
-        return (*recomputing, *backward, _attention(shape))
+        return (*recomputing, *backward, _norm_before_experts(shape), _attention(shape))
     if shape.traits.closing_norms:
         return (_closing_norm(shape), _mlp(shape), _attention(shape))
     return (_mlp(shape), _attention(shape))
@@ -411,6 +411,14 @@ def _expert_gate(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
     }  # fmt: skip
     alive = merge(_without_experts(saved(shape)), own, _residual(shape, shape.tokens, 1))
     return LayerInstant("expert_gate", alive, made=experts.num_experts * width * hidden)
+
+
+def _norm_before_experts(shape: LayerShape) -> LayerInstant:
+    """Backward of the norm before the experts, when all their gradients exist."""
+    item = activations.feeding_norm_backward
+    own = {item.key: item(tokens=shape.tokens, hidden_size=shape.spec.hidden_size)}
+    alive = merge(_saved_attention(shape), _saved_output(shape), own, _residual(shape, shape.tokens, 1))
+    return LayerInstant("expert_norm", alive, made=shape.parameters.mlp)
 
 
 def _without_experts(alive: Alive) -> Alive:
