@@ -135,8 +135,8 @@ def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
     assert peak(sliding, max_length=63, activation_checkpointing="selective") > 0, "shorter than the window: no mask"
     with pytest.raises(PlanError, match="phi3 with --attn-implementation flash_attention_2"):
         peak(load_model("microsoft/phi-4"), max_length=256, attn_implementation="flash_attention_2")
-    with pytest.raises(PlanError, match="olmo2 with --dtype float32"):
-        peak(load_model("allenai/OLMo-2-1124-7B"), max_length=256, dtype="float32")
+    with pytest.raises(PlanError, match="qwen3_moe with --dtype float32"):
+        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, dtype="float32")
     with pytest.raises(PlanError, match="qwen3_moe with --cp-size 2"):
         peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, num_gpus=2, cp_size=2)
     with pytest.raises(PlanError, match="qwen3_moe with --backend fsdp2"):

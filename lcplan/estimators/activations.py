@@ -125,19 +125,21 @@ def closing_norms(*, tokens: int, hidden_size: int, num_norms: int, wide: bool) 
 
 
 @item("activations.closing_norm_backward", "temporary")
-def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool) -> int:
+def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool, float32: bool) -> int:
     """Backward of the norm behind the MLP, while everything the layer saved is still there.
 
-    Five float32 tensors are alive; the saved normed value is gone.
+    Five float32 tensors are alive; the saved normed value is gone. In float32 training the first of them is the
+    incoming gradient itself.
 
-    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``
+    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``; float32: ``4*H*T`` less
     Live in: backward of a layer's closing norm
     Rounding: exact
     Ignores: nothing
     Source: autograd of pow, mean, rsqrt, mul; allocator traces of GLM-4 and OLMo 2
     Confidence: exact
     """
-    return (16 if wide else 18) * hidden_size * tokens
+    width = 16 if wide else 18
+    return (width - FP32_BYTES if float32 else width) * hidden_size * tokens
 
 
 @item("activations.feeding_norm_backward", "temporary")

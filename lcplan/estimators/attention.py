@@ -238,20 +238,25 @@ def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, firs
     Alive a token: dO 2hd, accumulators 4hd + 8kd, the first step's results 2hd + 4kd, gradients in transit 16kd. This
     step adds on rank 0, where half the queries meet all keys, results hd + 4kd and scratch 2hd + 2h + 2h, and 4hd
     if k < h; on the others, where all queries meet half the keys, results 2hd + 2kd and scratch 4hd + 4h, and 2hd
-    if k < h.
+    if k < h. On rank 0 with k = h the end of the first step is larger: contiguous keys and values 4kd are still there,
+    and the query gradients are summed into a new 4hd.
 
-    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch
+    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch;
+        rank 0 with k = h: ``(12*h*d + 32*k*d)*T``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: forward merges, which are always smaller
-    Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033
+    Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033;
+        history of OLMo 2 with cp 4
     Confidence: exact
     """
     query, key = heads * head_dim, kv_heads * head_dim
     grouped = kv_heads < heads
     common = 2 * query + 4 * query + 8 * key + 2 * query + 4 * key + 16 * key
+    if first_rank and not grouped:
+        return (12 * query + 32 * key) * tokens
     if first_rank:
-        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + (4 * query if grouped else 0)
+        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + 4 * query
     else:
         step = 2 * query + 2 * key + 4 * query + 4 * heads + (2 * query if grouped else 0)
     return (common + step) * tokens

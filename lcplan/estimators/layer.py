@@ -31,6 +31,8 @@ class Traits:
     """The norm's weight multiplies in float32, so a float32 normed value is saved."""
     fused_qkv: bool = False
     """One projection for q, k, v: v keeps all of it alive."""
+    fused_mlp: bool = False
+    """One projection for gate and up."""
     copies_output: bool = False
     """q and k are concatenated from rotated parts, a layout whose attention output o_proj must copy."""
     wide_rotary: bool = False
@@ -59,8 +61,8 @@ TRAITS: dict[str, Traits] = {
     "qwen3": Traits(),
     "qwen3_moe": Traits(),
     "mixtral": Traits(wide_routing=True),
-    "phi3": Traits(fused_qkv=True, copies_output=True),
-    "glm4": Traits(closing_norms=2, copies_output=True, interleaved_rotary=True),
+    "phi3": Traits(fused_qkv=True, fused_mlp=True, copies_output=True),
+    "glm4": Traits(closing_norms=2, fused_mlp=True, copies_output=True, interleaved_rotary=True),
     "olmo2": Traits(feeding_norms=0, closing_norms=2, wide_norms=True, wide_rotary=True),
     "gemma2": Traits(closing_norms=2, wide_norms=True, soft_caps_scores=True),
     "gemma3_text": _GEMMA_3,
@@ -207,7 +209,7 @@ def _score_sizes(shape: LayerShape) -> dict[str, Any]:
 def _before_scores(shape: LayerShape) -> Alive:
     """The first norm, query and key norms, rotary tables of the layer's own."""
     spec, traits, tokens = shape.spec, shape.traits, shape.tokens
-    alive = _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=3)
+    alive = _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=1 if traits.fused_qkv else 3)
     if spec.qk_norm != "none":
         wide = traits.wide_norms
         alive[attention.qk_norm.key] = attention.qk_norm(
@@ -240,7 +242,7 @@ def _saved_mlp(shape: LayerShape) -> Alive:
     """The second norm, closing norms, and the MLP or the experts."""
     spec, traits = shape.spec, shape.traits
     feeding = max(traits.feeding_norms - 1, 0)
-    alive = _norms(shape, feeding=feeding, closing=traits.closing_norms, linears=2)
+    alive = _norms(shape, feeding=feeding, closing=traits.closing_norms, linears=1 if traits.fused_mlp else 2)
     if shape.moe is None:
         alive[activations.mlp_saved.key] = activations.mlp_saved(
             tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
@@ -308,7 +310,7 @@ def _mlp(shape: LayerShape) -> LayerInstant:
     # a closing norm is over when the MLP runs
     over = times(_norms(shape, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0), -1)
     alive = merge(saved(shape), own, over, _residual(shape, shape.tokens, 1))
-    alive = merge(alive, _autocast(shape, with_mlp=True))
+    alive = merge(alive, _autocast(shape, linears=2))
     made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
     return LayerInstant("mlp", alive, made)
 
@@ -441,8 +443,9 @@ def _biased_experts(shape: LayerShape, experts: MoeSpec) -> tuple[LayerInstant, 
 
 def _closing_norm(shape: LayerShape) -> LayerInstant:
     item = activations.closing_norm_backward
-    own = {item.key: item(tokens=shape.tokens, hidden_size=shape.spec.hidden_size, wide=shape.traits.wide_norms)}
-    alive = merge(saved(shape), own, _residual(shape, shape.tokens, 1))
+    size = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size}
+    own = {item.key: item(wide=shape.traits.wide_norms, float32=shape.float32, **size)}
+    alive = merge(saved(shape), own, _residual(shape, shape.tokens, 1), _autocast(shape, linears=3))
     return LayerInstant("closing_norm", alive, made=shape.spec.hidden_size)
 
 
@@ -476,7 +479,7 @@ def _attention_backward(shape: LayerShape) -> Alive:
 def _attention(shape: LayerShape) -> LayerInstant:
     spec = shape.spec
     alive = merge(_attention_backward(shape), _residual(shape, shape.tokens, 1))
-    alive = merge(alive, _autocast(shape, with_mlp=False))
+    alive = merge(alive, _autocast(shape, linears=0))
     before = [name for name in ("q_proj", "k_proj", "v_proj") if name in shape.lora_targets]
     alive = merge(alive, _adapters(shape, before))
     if shape.frozen:
@@ -487,10 +490,10 @@ def _attention(shape: LayerShape) -> LayerInstant:
     return LayerInstant("attention", alive, made=shape.parameters.mlp + norms + output)
 
 
-def _autocast(shape: LayerShape, *, with_mlp: bool) -> Alive:
-    """Bf16 copies of the running layer's float32 weights."""
+def _autocast(shape: LayerShape, *, linears: int) -> Alive:
+    """Bf16 copies of the running layer's float32 weights: attention's, and those of ``linears`` of its MLP."""
     if not shape.float32:
         return {}
     spec, item = shape.spec, weights.autocast_copies
-    copied = shape.parameters.attention + (2 * spec.hidden_size * spec.intermediate_size if with_mlp else 0)
+    copied = shape.parameters.attention + linears * spec.hidden_size * spec.intermediate_size
     return {item.key: item(layer_weight_parameters=copied)}
