@@ -93,6 +93,26 @@ MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "olmo 2, ring": (cut(OLMO, 3), {"max_length": 65_536, **RING}, 13_294_539_812),
     "phi-4, float32": (cut(PHI, 2), {"max_length": 16_384, "dtype": "float32"}, 31_214_523_392),
     "olmo 2, float32": (cut(OLMO, 2), {"max_length": 16_384, "dtype": "float32"}, 24_076_584_960),
+    "padded rows": (
+        cut("Qwen/Qwen3-0.6B", 4),
+        {"max_length": 8192, "per_device_train_batch_size": 2, "padding": True},
+        3_716_315_164,
+    ),
+    "padded rows of a wider model": (
+        cut("Qwen/Qwen3-4B", 4),
+        {"max_length": 16_384, "per_device_train_batch_size": 2, "padding": True},
+        15_469_467_136,
+    ),
+    "padded rows of a length that 8 does not divide": (
+        cut("meta-llama/Llama-3.2-1B", 6),
+        {"max_length": 8190, "per_device_train_batch_size": 2, "padding": True},
+        7_956_604_928,
+    ),
+    "padded rows, ring": (
+        cut("Qwen/Qwen3-0.6B", 4),
+        {"max_length": 32_768, **RING, "padding": True},
+        2_626_808_832,
+    ),
     "eager mistral 7b": (
         cut("mistralai/Mistral-7B-v0.3", 2),
         {"max_length": 4096, "attn_implementation": "eager"},
@@ -130,3 +150,10 @@ def test_the_experts_of_an_unchecked_mixtral_on_an_h200() -> None:
     assert totals["backward[0].experts"] == pytest.approx(26_085_160_508, rel=1e-4)
     assert totals["backward[1].expert_gate"] == pytest.approx(26_842_316_876, rel=1e-4)
     assert totals["backward[1].expert_gradients"] == pytest.approx(26_976_534_604, rel=1e-4)
+
+
+def test_only_the_rings_first_rank_builds_the_mask() -> None:
+    spec = ModelSpec.from_config(cut("Qwen/Qwen3-0.6B", 4), "qwen3")
+    plan = plan_of(spec, max_length=32_768, **RING, padding=True)
+    totals = formula.instants(spec, plan, rank=3).totals()
+    assert max(totals.values()) == pytest.approx(2_559_695_908, rel=3e-4)

@@ -96,7 +96,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "lora-r 8 with --activation-checkpointing none": {"lora_r": 8, "activation_checkpointing": "none"},
     "lora-r 8 with --dtype float32": {"lora_r": 8, "dtype": "float32"},
     "lora-r 8 with --optim sgd": {"lora_r": 8, "optim": "sgd"},
-    "eager attention, or a sliding window. with --dtype float32": {"attn_implementation": "eager", "dtype": "float32"},
+    "eager, padding, or a sliding window. with --dtype float32": {"attn_implementation": "eager", "dtype": "float32"},
     "materialised attention mask.* with --lora-r 8": {"attn_implementation": "eager", "lora_r": 8},
     "materialised attention mask.* with --offload-activations": {
         "attn_implementation": "eager",
@@ -107,7 +107,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "loss chunked-256 with --backend fsdp2": {"loss": "chunked-256", "num_gpus": 2},
     "loss chunked-256 with --dtype float32": {"loss": "chunked-256", "dtype": "float32"},
     "lora-r 8 with --no-reshard-after-forward": {"lora_r": 8, "num_gpus": 2, "reshard_after_forward": False},
-    "padding": {"padding": True},
+    "padding with --attn-implementation flash_attention_2": {
+        "padding": True,
+        "attn_implementation": "flash_attention_2",
+    },
+    "padding with --backend fsdp2 and --cp-size 1": {"padding": True, "num_gpus": 2},
+    "a sliding window. with --activation-offloading": {"padding": True, "activation_offloading": True},
     "backend ddp": {"backend": "ddp", "num_gpus": 2},
     "packing": {"packing": True},
     "loss full": {"loss": "full", "dtype": "float32"},

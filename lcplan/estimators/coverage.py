@@ -50,8 +50,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
             plan.attn_implementation == "flash_attention_2" and spec.model_type in ("phi3", "glm4", "gpt_oss")
         ),
         **{
-            f"{spec.id}: a materialised attention mask (eager attention, or a sliding window) with {what}": masked
-            and on
+            f"{spec.id}: a materialised attention mask (eager, padding, or a sliding window) with {what}": masked and on
             for what, on in {
                 "--dtype float32": float32,
                 "--activation-checkpointing selective": selective,
@@ -65,7 +64,13 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,
         f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
         f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
-        "--padding": plan.padding,
+        "--padding with --attn-implementation flash_attention_2": (
+            plan.padding and plan.attn_implementation == "flash_attention_2"
+        ),
+        "--padding with --backend fsdp2 and --cp-size 1": plan.padding and fsdp and plan.cp_size == 1,
+        f"--padding with --cp-size {plan.cp_size} and {spec.model_type}": (
+            plan.padding and plan.cp_size > 1 and not plain
+        ),
         "--freeze-embeddings with --backend fsdp2 and one table for embedding and head": (
             plan.freeze_embeddings and fsdp and spec.tie_word_embeddings
         ),
@@ -85,7 +90,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
 
 def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:
     slides = spec.sliding_window is not None and plan.max_length >= spec.sliding_window
-    return plan.attn_implementation == "eager" or (plan.attn_implementation == "sdpa" and slides)
+    return plan.padding or plan.attn_implementation == "eager" or (plan.attn_implementation == "sdpa" and slides)
 
 
 def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:

@@ -118,7 +118,7 @@ class _Step:
 
     def _mask(self, layer_type: str) -> str | None:
         """The layer type whose materialised mask a layer takes; None where its kernel needs none."""
-        if self.plan.attn_implementation == "eager":
+        if self.plan.attn_implementation == "eager" or (self.plan.padding and not self.ring):
             return layer_type
         window = self.spec.sliding_window
         slides = layer_type != "full_attention" and window is not None and self.plan.max_length >= window
@@ -291,6 +291,9 @@ class _Step:
         for kind, number in Counter(kind for kind in kinds[:below] if not kind.recomputed).items():
             kept = merge(kept, times(self.saved[kind], number))
         kept = merge(kept, self._masks({kind.mask for kind in kinds if kind.recomputed}))
+        if self.ring and self.plan.padding and self.first_rank and checkpointed:
+            # the mask of the rank's own tokens is built and handed to every layer, though ring attention ignores it
+            kept = merge(kept, self._masks({"full_attention"}))
         if self.saves_input:
             kept = merge(kept, self._inputs(count - checkpointed))
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
@@ -315,7 +318,8 @@ class _Step:
         """Materialised masks of the layer types named."""
         item, eager = attention.masks, self.plan.attn_implementation == "eager"
         number = len(layer_types - {None})
-        size = {"tokens": self.tokens, "row_tokens": self.plan.max_length, "num_masks": number}
+        own_row = self.plan.max_length // self.plan.cp_size
+        size = {"tokens": self.tokens, "row_tokens": own_row, "num_masks": number}
         return {item.key: item(element_bytes=weights.BF16_BYTES if eager else BOOL_BYTES, **size)}
 
     def _inputs(self, num_layers: int) -> Alive:
