@@ -28,7 +28,7 @@ from lcplan.train_plan import TrainPlan
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
     "growth of NCCL's buffers beyond two ranks",
-    "evaluation and the gathering of a full model while saving",
+    "the host copy of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )
 
@@ -130,7 +130,7 @@ def _report(
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
-        not_modelled=NOT_MODELLED,
+        not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
     )
 
 

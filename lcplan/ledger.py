@@ -38,6 +38,11 @@ PHASE_HELP = {
     "backward[i].expert_gradients": "end of the experts' backward in layer i: all their gradients exist",
     "backward.embedding": "backward of the token embedding",
     "backward": "backward pass (traced)",
+    "evaluation.attention": "attention of a layer in a forward pass without gradients",
+    "evaluation.norm": "second norm of a layer in a forward pass without gradients",
+    "evaluation.mlp": "MLP of a layer in a forward pass without gradients",
+    "evaluation.loss": "scoring of an evaluation batch",
+    "save": "saving the trained model; FSDP2 gathers one parameter after another",
     "optimizer_step": "optimizer step: all gradients, no activations",
     DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
 }

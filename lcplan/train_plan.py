@@ -30,6 +30,8 @@ class TrainPlan(Record):
     """Tokens of one sequence over all GPUs."""
     per_device_train_batch_size: int = Field(default=1, gt=0)
     """Sequences a data-parallel rank holds in one micro step."""
+    per_device_eval_batch_size: int | None = Field(default=None, gt=0)
+    """Whole sequences that every rank evaluates at once; None: no evaluation (transformers' own default is 8)."""
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     gpu: str
     """GPU id of the catalog."""

@@ -34,6 +34,7 @@ def _option(help: str, *names: str) -> Any:
 def _plan_flags(
     max_length: Annotated[str | None, _option("Tokens of one sequence: 1048576, 1Mi (2^20) or 1M (10^6).")] = None,
     per_device_train_batch_size: Annotated[int | None, _option("Sequences a rank holds at once.")] = None,
+    per_device_eval_batch_size: Annotated[int | None, _option("Sequences a rank evaluates at once.")] = None,
     gradient_accumulation_steps: Annotated[int | None, _option("Micro steps before an optimizer step.")] = None,
     gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
     num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,

@@ -59,6 +59,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
                 f"--lora-r {plan.lora_r}": lora,
             }.items()
         },
+        **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
         f"{spec.model_type} with more than one GPU": gemma and fsdp,
         f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,
@@ -86,6 +87,23 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
+
+
+def _uncovered_evaluation(
+    spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool, float32: bool
+) -> dict[str, bool]:
+    rows = plan.per_device_eval_batch_size
+    also = {
+        spec.model_type: not plain,
+        "a materialised attention mask (eager, padding, or a sliding window)": masked,
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        "--dtype float32": float32,
+        f"--loss {plan.loss}": plan.loss != "chunked",
+        "--offload-params": plan.offload_params,
+        "--no-reshard-after-forward": not plan.reshard_after_forward,
+    }
+    asked = f"--per-device-eval-batch-size {rows} with"
+    return {f"{asked} {what}": rows is not None and present for what, present in also.items()}
 
 
 def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:

@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators import (
+    activations,
+    attention,
+    evaluation,
+    gradients,
+    host,
+    lora,
+    loss_head,
+    moe,
+    optimizer,
+    runtime,
+    weights,
+)
 from lcplan.estimators.coverage import check_covered
 from lcplan.estimators.layer import TRAITS, Alive, AttentionPath, LayerInstant, LayerShape, merge, saved, times
 from lcplan.estimators.layer import instants as layer_instants
@@ -50,6 +62,8 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
             result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
     result["backward.embedding"] = step.embedding_backward()
     result["optimizer_step"] = step.optimizer_step()
+    result |= step.evaluation()
+    result["save"] = step.save()
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
 
 
@@ -429,10 +443,7 @@ class _Step:
         """One instant of the backward of layer ``index``."""
         done = self.trainable_above[index + 1]
         done += 0 if self.holds_tied_head else self.trainable_head
-        common = merge(
-            self.step_wide(index + 1), self.kept_by_layers(index + 1, running=True), self._autocast_of(index)
-        )
-        alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
+        alive = merge(self._beside(index), self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
 
     def _beside(self, index: int) -> Alive:
@@ -510,6 +521,34 @@ class _Step:
         layers = shapes[: len(shapes) - (1 if self.tied else 2)]
         trained = layers + shapes[len(layers) : len(layers) + sum(tables)]
         return max(rows * columns for rows, columns in trained)
+
+    def evaluation(self) -> dict[str, Alive]:
+        """Forward passes over evaluation rows, whole sequences on every rank, where the plan asks for them."""
+        spec, rows, length = self.spec, self.plan.per_device_eval_batch_size, self.plan.max_length
+        if rows is None:
+            return {}
+        batch, positions, tables = activations.batch, activations.positions, activations.rotary_tables
+        tables_bytes = tables(tokens=length, head_dim=spec.head_dim, dtype_bytes=weights.BF16_BYTES)
+        common = merge(self.states(), {batch.key: batch(tokens=rows * length, micro_batches=1)})
+        in_layer = merge(common, {positions.key: positions(tokens=length), tables.key: tables_bytes})
+        if self.fsdp:
+            in_layer = merge(in_layer, self._gathered(2, kept=self.layers))
+            common = merge(common, self._gathered_after_forward())
+            if self.tied:
+                in_layer[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        return {
+            phase: merge(common if phase == evaluation.LOSS else in_layer, alive)
+            for phase, alive in evaluation.instants(spec, rows * length).items()
+        }
+
+    def save(self) -> Alive:
+        """Saving the trained model: FSDP2 gathers one parameter after another on every rank."""
+        alive = self.states()
+        if self.fsdp:
+            spec, item = self.spec, evaluation.gathered_parameter
+            widest = max(spec.vocab_size, spec.intermediate_size)
+            alive[item.key] = item(largest_parameter=widest * spec.hidden_size)
+        return alive
 
 
 def _linear_parameters(spec: ModelSpec) -> int:

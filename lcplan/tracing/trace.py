@@ -64,6 +64,7 @@ def check_traceable(plan: TrainPlan) -> None:
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation == "flash_attention_2",
         "--packing": plan.packing,
+        f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
     for what, present in refused.items():
         if present:
