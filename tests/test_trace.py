@@ -102,6 +102,29 @@ def check_agreement(spec: ModelSpec, **given: Any) -> None:
     assert by_formula == pytest.approx(traced(spec, **given), rel=0.003), given
 
 
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "ministral": {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "gemma": {},
+    "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "olmo3": {"sliding_window": 1024, "num_hidden_layers": 4},
+    "exaone4": {"sliding_window": 1024, "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("model_type", MORE_FAMILIES)
+def test_formula_and_trace_agree_on_more_families(model_type: str) -> None:
+    config = {**COMMON, **MORE_FAMILIES[model_type], "model_type": model_type, "tie_word_embeddings": False}
+    spec = ModelSpec.from_config(config, model_type)
+    for length, checkpointing, batch in itertools.product((512, 3072), CHECKPOINTING, (1, 2)):
+        given = {"max_length": length, "per_device_train_batch_size": batch, **checkpointing}
+        check_agreement(spec, **given)
+    check_agreement(spec, max_length=2048, attn_implementation="eager")
+
+
 ONE_SLIDES = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
 
 

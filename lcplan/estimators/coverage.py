@@ -31,6 +31,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
     # rows of an H200 hold these in float32 and under ring attention
     measured = plain or spec.model_type in ("phi3", "olmo2")
+    dropout = spec.config.get("attention_dropout")
     gemma = spec.model_type in ("gemma2", "gemma3", "gemma3_text")
     lora = plan.lora_r is not None
     masked = _takes_masks(spec, plan)
@@ -60,6 +61,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
             }.items()
         },
         **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
+        f"{spec.id} with attention_dropout {dropout}": bool(dropout),
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
         f"{spec.model_type} with more than one GPU": gemma and fsdp,
         f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,

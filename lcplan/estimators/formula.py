@@ -286,7 +286,10 @@ class _Step:
             head_dim=round(width),
             dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
         )
-        alive[tables.key] = one * (len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1)
+        number = len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1
+        if traits.interleaved_rotary and not any(kind.recomputed for kind in self.kinds[:layers]):
+            number = 0
+        alive[tables.key] = one * number
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         elif self.fsdp and not plan.reshard_after_forward:

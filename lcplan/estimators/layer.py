@@ -38,7 +38,7 @@ class Traits:
     wide_rotary: bool = False
     """cos and sin in float32."""
     interleaved_rotary: bool = False
-    """cos and sin are repeated in every layer."""
+    """cos and sin are repeated in every layer, so only checkpointed layers keep what the model made."""
     rotary_by_layer_type: bool = False
     """Sliding and full layers have cos and sin of their own."""
     half_rotary: bool = False
@@ -67,6 +67,21 @@ TRAITS: dict[str, Traits] = {
     "gemma2": Traits(closing_norms=2, wide_norms=True, soft_caps_scores=True),
     "gemma3_text": _GEMMA_3,
     "gemma3": _GEMMA_3,
+    "smollm3": Traits(),
+    "granite": Traits(),
+    "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
+    "hunyuan_v1_dense": Traits(),
+    "ministral": Traits(),
+    "gemma": Traits(wide_norms=True),
+    "glm": Traits(fused_mlp=True, copies_output=True, interleaved_rotary=True),
+    "olmo3": Traits(
+        feeding_norms=0,
+        closing_norms=2,
+        wide_norms=True,
+        wide_rotary=True,
+        rotary_by_layer_type=True,
+    ),
+    "exaone4": Traits(feeding_norms=0, closing_norms=2),
     "gpt_oss": Traits(wide_norms=True, half_rotary=True, biased_experts=True, sinks=True),
 }
 """Families the formulas cover, by model_type."""
@@ -217,7 +232,8 @@ def _before_scores(shape: LayerShape) -> Alive:
         )
     if traits.interleaved_rotary:
         width = round(spec.head_dim * spec.rope.partial_rotary_factor)
-        tables = activations.rotary_tables(tokens=tokens, head_dim=width, dtype_bytes=weights.BF16_BYTES)
+        size = weights.FP32_BYTES if traits.wide_rotary else weights.BF16_BYTES
+        tables = activations.rotary_tables(tokens=shape.row_tokens, head_dim=width, dtype_bytes=size)
         alive[activations.rotary_tables.key] = tables
     return alive
 
