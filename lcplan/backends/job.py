@@ -89,6 +89,7 @@ def check_job(job: JobSpec) -> None:
         "--mlp-tile-size": plan.mlp_tile_size is not None,
         "--packing": plan.packing,
         "--padding": plan.padding,
+        "--per-device-eval-batch-size": plan.per_device_eval_batch_size is not None,
         "--freeze-embeddings": plan.freeze_embeddings,
         "--freeze-head": plan.freeze_head,
         "--scored-fraction": plan.scored_fraction < 1,

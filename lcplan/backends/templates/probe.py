@@ -223,7 +223,11 @@ def main(job: dict[str, Any]) -> int:
     except JobError as problem:
         exit_code, error = 2, str(problem)
     except torch.OutOfMemoryError as problem:
-        exit_code, error, summary = 1, f"out of GPU memory: {problem}", torch.cuda.memory_summary() if recorder.cuda else None
+        exit_code, error, summary = (
+            1,
+            f"out of GPU memory: {problem}",
+            torch.cuda.memory_summary() if recorder.cuda else None,
+        )
     except Exception as problem:
         traceback.print_exc()
         exit_code, error = 1, f"{type(problem).__name__}: {problem}"
