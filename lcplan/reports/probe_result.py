@@ -1,0 +1,39 @@
+"""What a probe leaves: where its record is, or why it failed; on stderr, beside the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from lcplan.probing import RECORD_FILE, RESULT_FILE
+from lcplan.units import ByteUnits, format_bytes
+
+if TYPE_CHECKING:
+    from lcplan.probing import Probed
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_record(found: Probed, *, units: ByteUnits) -> None:
+    """Reserved and device bytes, time of the step, and how to keep the record."""
+    result = found.result
+    sizes = {
+        "reserved": result.peak_reserved_bytes,
+        "GPU memory in use": result.device_used_bytes,
+        "pinned": result.pinned_peak_bytes,
+    }
+    said = [f"{name} {format_bytes(size, units)}" for name, size in sizes.items() if size is not None]
+    said += [] if result.step_s is None else [f"step {result.step_s:.2f} s without communication"]
+    _say(f"Measured on {result.gpu_name}: {', '.join(said)}.")
+    _say(f"Record: {found.folder / RECORD_FILE} (lcplan check --add keeps it).")
+
+
+def print_failure(found: Probed) -> None:
+    """The reason, and what the allocator held."""
+    _say(f"The probe failed: {found.result.error}")
+    if found.result.allocator_summary:
+        _say(found.result.allocator_summary)
+    _say(f"Record: {found.folder / RESULT_FILE}")
