@@ -101,8 +101,7 @@ def probe(
     found = run_probe(probe_job(cut, plan, rope), folder, rank=rank, capacity_bytes=capacity_bytes)
     if found.error is not None:
         return Probed(result=found, report=None, folder=folder)
-    row = json.dumps(measured_row(cut, plan, rank, found), indent=2) + "\n"
-    (folder / RECORD_FILE).write_text(row, "utf-8")
+    write_record(folder, cut, plan, rank, found)
     if added:
         assumptions += (
             f"{spec.num_hidden_layers} layers: measured with {cut.num_hidden_layers}, the others as the formulas have "
@@ -291,6 +290,12 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
         for what, predicted, measured in pairs
         if measured is not None
     )
+
+
+def write_record(folder: Path, spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> None:
+    """Write record.json."""
+    row = json.dumps(measured_row(spec, plan, rank, found), indent=2) + "\n"
+    (folder / RECORD_FILE).write_text(row, "utf-8")
 
 
 def measured_row(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> dict[str, Any]:

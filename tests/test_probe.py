@@ -286,3 +286,24 @@ def test_a_failed_probe_exits_1_with_what_the_allocator_held(monkeypatch: pytest
     assert (told.code, told.out) == (1, "")
     assert "The probe failed: out of GPU memory" in told.err
     assert "| allocated |" in told.err
+
+
+def test_run_probe_measures_the_folder_it_wrote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lcplan) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence of some words. " * 4000)
+    started: list[dict] = []
+    monkeypatch.setattr("lcplan.backends.launch.visible_gpus", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr("lcplan.job_run.start_probe", lambda folder, **given: started.append(given) or found())
+    command = ["run", "Qwen/Qwen3-0.6B", "--init", "random", "--max-length", "4Ki", "--gpu", "h200", "--num-gpus", "2"]
+    command += ["--cp-size", "2", "--data", str(text), "--probe", "--rank", "1", "--capacity", "80GB"]
+    told = lcplan(*command, "--output-dir", str(tmp_path / "job"))
+    assert told.code == 0, told.err
+    assert started == [{"rank": 1, "cap": 80 * 10**9 - 2_156_789_760}]
+    assert "difference" in told.out
+    assert read_run(tmp_path / "job" / "record.json").rank == 1
+    assert (tmp_path / "job" / "probe.py").is_file()
+    monkeypatch.setattr("lcplan.job_run.start_probe", lambda folder, **given: found(exit_code=1, error="out of memory"))
+    assert lcplan(*command, "--output-dir", str(tmp_path / "again")).code == 1
+    refused = lcplan(*command[:-5], "--rank", "1", "--output-dir", str(tmp_path / "other"))
+    assert refused.code == 2
+    assert "Add --probe" in refused.err

@@ -1,4 +1,4 @@
-"""Wiring of the probe, which ``estimate --method probe`` and ``run --probe`` share."""
+"""Wiring of ``estimate --method probe``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def probe_report(
         capacity_bytes=None if capacity is None else parse_bytes(capacity),
     )
     if found.report is None:
-        print_failure(found)
+        print_failure(found.result, found.folder)
         raise typer.Exit(found.result.exit_code)
-    print_record(found, units=units)
+    print_record(found.result, found.folder, units=units)
     return found.report

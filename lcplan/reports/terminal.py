@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lcplan.errors import InputError
-from lcplan.ledger import PHASE_HELP, MemoryItem, MemoryReport
+from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
     out.print(_phases(report, units))
     out.print()
     if report.compared:
-        out.print(_compared(report, units))
+        out.print(comparison(report.compared, units))
         out.print()
     _print_host(report, units, out)
     for warning in report.warnings:
@@ -123,10 +123,10 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
     out.print("not modelled: " + "; ".join(report.not_modelled), highlight=False, markup=False)
 
 
-def _compared(report: MemoryReport, units: ByteUnits) -> Table:
+def comparison(compared: tuple[Compared, ...], units: ByteUnits) -> Table:
     """The formulas' numbers beside those of a probe."""
     table = _table(("", False), ("formula", True), ("measured", True), ("difference", True))
-    for pair in report.compared:
+    for pair in compared:
         error = f"{pair.predicted_bytes / pair.measured_bytes - 1:+.4%}" if pair.measured_bytes else ""
         sizes = (format_bytes(size, units) for size in (pair.predicted_bytes, pair.measured_bytes))
         table.add_row(pair.what, *sizes, error)
