@@ -36,6 +36,7 @@ PHASE_HELP = {
     "backward[i].expert_output_forward": "output of the experts in layer i, as they are recomputed",
     "backward[i].expert_norm": "backward of the norm before the experts of layer i: all their gradients exist",
     "backward[i].expert_gradients": "end of the experts' backward in layer i: all their gradients exist",
+    "backward[i].down_proj_backward": "backward of down_proj of layer i, whose 4-bit weight is unpacked",
     "backward.embedding": "backward of the token embedding",
     "backward": "backward pass (traced)",
     "evaluation.attention": "attention of a layer in a forward pass without gradients",
@@ -125,6 +126,14 @@ class PlanWarning(Record):
     fix: str
 
 
+class Compared(Record):
+    """One number of the formulas beside what a probe measured of it."""
+
+    what: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
 class MemoryReport(Record):
     """The answer; every method (formula, trace, probe) gives one."""
 
@@ -148,6 +157,8 @@ class MemoryReport(Record):
     rope: RopeParameters | None
     step_time_s: float | None = None
     tokens_per_second: float | None = None
+    compared: tuple[Compared, ...] = ()
+    """The formulas' numbers beside the measured ones (probe)."""
     warnings: tuple[PlanWarning, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

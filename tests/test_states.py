@@ -156,3 +156,20 @@ def test_without_resharding_layers_stay_gathered_until_their_backward(tied: bool
     assert alive["backward[0].mlp"]["weights.gathered_layers"] == 2 * LAYER
     assert alive["backward[0].mlp"].get("weights.gathered_embedding", 0) == (0 if tied else 2 * TABLE)
     assert "weights.gathered_layers" not in alive["optimizer_step"]
+
+
+def test_ddp_keeps_everything_and_its_buckets() -> None:
+    one, two = phases(max_length=4096), phases(max_length=4096, num_gpus=2, backend="ddp")
+    for phase, alive in two.items():
+        assert alive == one[phase] | {"communication.ddp_buckets": 2 * P}
+    adapters = phases(max_length=64, num_gpus=2, backend="ddp", lora_r=8)["loss"]
+    assert adapters["communication.ddp_buckets"] == 4 * 5 * 8 * SIDES
+    spec = tiny_spec()
+    need = formula.host_need(spec, plan_of(spec, max_length=64, num_gpus=2, gpus_per_node=2, backend="ddp"))
+    assert need.load_bytes_per_node == 2 * 2 * P
+
+
+def test_positions_are_over_when_the_embedding_runs_backward() -> None:
+    alive = phases(max_length=4096)
+    assert "activations.rotary_tables" in alive["backward[0].mlp"]
+    assert "activations.rotary_tables" not in alive["backward.embedding"]

@@ -26,7 +26,8 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
-    fsdp, float32 = plan.backend == "fsdp2", plan.dtype == "float32" and plan.backend == "single"
+    fsdp = plan.backend == "fsdp2"
+    float32 = plan.dtype == "float32" and not fsdp
     selective = plan.activation_checkpointing == "selective"
     plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
     # rows of an H200 hold these in float32 and under ring attention
@@ -37,7 +38,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        f"--backend {plan.backend}": plan.backend in ("ddp", "deepspeed"),
+        "--backend deepspeed": plan.backend == "deepspeed",
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
@@ -63,14 +64,15 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
         f"{spec.id} with attention_dropout {dropout}": bool(dropout),
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
-        f"{spec.model_type} with more than one GPU": gemma and fsdp,
-        f"--quantize {plan.quantize} with --cp-size {plan.cp_size}": plan.quantize != "none" and plan.cp_size > 1,
+        f"{spec.model_type} with more than one GPU": gemma and plan.num_gpus > 1,
         f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
         f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
         "--padding with --attn-implementation flash_attention_2": (
             plan.padding and plan.attn_implementation == "flash_attention_2"
         ),
-        "--padding with --backend fsdp2 and --cp-size 1": plan.padding and fsdp and plan.cp_size == 1,
+        f"--padding with --backend {plan.backend} and --cp-size 1": (
+            plan.padding and plan.num_gpus > 1 and plan.cp_size == 1
+        ),
         f"--padding with --cp-size {plan.cp_size} and {spec.model_type}": (
             plan.padding and plan.cp_size > 1 and not plain
         ),
@@ -103,6 +105,7 @@ def _uncovered_evaluation(
         f"--loss {plan.loss}": plan.loss != "chunked",
         "--offload-params": plan.offload_params,
         "--no-reshard-after-forward": not plan.reshard_after_forward,
+        "--backend ddp": plan.backend == "ddp",
     }
     asked = f"--per-device-eval-batch-size {rows} with"
     return {f"{asked} {what}": rows is not None and present for what, present in also.items()}
@@ -117,7 +120,7 @@ def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[st
     lora = plan.lora_r is not None
     also = {
         "--offload-params": plan.offload_params,
-        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1,
+        f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1 and plan.backend == "fsdp2",
         f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing != "full",
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",

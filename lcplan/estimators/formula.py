@@ -211,6 +211,9 @@ class _Step:
         ranks = plan.shard_size
         alive |= self._weights(ranks)
         alive |= self._optimizer_states(ranks)
+        if plan.backend == "ddp":
+            buckets = gradients.ddp_buckets
+            alive[buckets.key] = buckets(num_parameters=self.trainable, dtype_bytes=self.gradient_bytes)
         return alive
 
     def _weights(self, ranks: int) -> Alive:
@@ -371,7 +374,7 @@ class _Step:
             alive[gradients.finished.key] = gradients.finished(
                 num_parameters=done, dtype_bytes=per_parameter, ranks=ranks
             )
-        if self.plan.dp_replicate_size > 1:
+        if self.fsdp and self.plan.dp_replicate_size > 1:
             reduced = gradients.all_reduce_input
             alive[reduced.key] = reduced(num_parameters=done, ranks=ranks)
         return alive
@@ -494,8 +497,11 @@ class _Step:
         )
         alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
+        del alive[activations.rotary_tables.key]
         if self.trains_embedding:
             alive[gradients.embedding.key] = table
+            sums = gradients.embedding_partial_sums
+            alive[sums.key] = sums(tokens=tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
             alive[scatter.key] = scatter(unit_parameters=self.trainable_layers[0])
@@ -595,7 +601,11 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         )
     if plan.optim.startswith("paged"):
         alive[host.paged_states.key] = _paged_states(spec, plan)
-    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=state_bytes(plan))
+    load = host.load_copies(
+        num_parameters=spec.num_parameters,
+        dtype_bytes=state_bytes(plan),
+        copies=min(plan.num_gpus, plan.gpus_per_node) if plan.backend == "ddp" else 1,
+    )
     return alive | {host.load_copies.key: load}
 
 

@@ -25,17 +25,19 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 
 
 @item("host.load_copies", "parameter")
-def load_copies(*, num_parameters: int, dtype_bytes: int) -> int:
+def load_copies(*, num_parameters: int, dtype_bytes: int, copies: int) -> int:
     """The whole model in host memory while the job starts: the main process alone reads it and sends out the shards.
 
-    Formula: ``b * P``
+    Under DDP every process of the node reads its own.
+
+    Formula: ``b * P * copies``
     Live in: init
     Rounding: exact
     Ignores: files in the page cache, which the kernel gives back
     Source: accelerate 1.15 fsdp2_prepare_model (float32 upcast before sharding, cpu_ram_efficient_loading)
     Confidence: modelled
     """
-    return dtype_bytes * num_parameters
+    return dtype_bytes * num_parameters * copies
 
 
 @item("host.pinned_shards", "parameter")
