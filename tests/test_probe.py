@@ -56,7 +56,7 @@ def result_of(folder: Path) -> dict:
 
 @pytest.mark.train
 def test_one_process_runs_a_short_step_and_a_whole_one(tmp_path: Path) -> None:
-    folder = render_job(small_job(), tmp_path / "a job")
+    folder = render_job(small_job(plan={"max_length": 2048}, max_position_embeddings=2048), tmp_path / "a job")
     done = run_python("probe.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = result_of(folder)

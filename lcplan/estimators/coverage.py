@@ -64,13 +64,15 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
         f"{spec.id} with attention_dropout {dropout}": bool(dropout),
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
-        f"{spec.model_type} with more than one GPU": gemma and fsdp,
+        f"{spec.model_type} with more than one GPU": gemma and plan.num_gpus > 1,
         f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
         f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
         "--padding with --attn-implementation flash_attention_2": (
             plan.padding and plan.attn_implementation == "flash_attention_2"
         ),
-        "--padding with --backend fsdp2 and --cp-size 1": plan.padding and fsdp and plan.cp_size == 1,
+        f"--padding with --backend {plan.backend} and --cp-size 1": (
+            plan.padding and plan.num_gpus > 1 and plan.cp_size == 1
+        ),
         f"--padding with --cp-size {plan.cp_size} and {spec.model_type}": (
             plan.padding and plan.cp_size > 1 and not plain
         ),
@@ -103,6 +105,7 @@ def _uncovered_evaluation(
         f"--loss {plan.loss}": plan.loss != "chunked",
         "--offload-params": plan.offload_params,
         "--no-reshard-after-forward": not plan.reshard_after_forward,
+        "--backend ddp": plan.backend == "ddp",
     }
     asked = f"--per-device-eval-batch-size {rows} with"
     return {f"{asked} {what}": rows is not None and present for what, present in also.items()}

@@ -26,7 +26,11 @@ def spec_of_config(config: Mapping[str, Any], id: str) -> ModelSpec:
         ModelError: when transformers has no such causal language model, or the config brings code of its own.
     """
     if config.get("model_type") in (None, *KNOWN_FAMILIES):
-        return ModelSpec.from_config(config, id)
+        try:
+            return ModelSpec.from_config(config, id)
+        except ModelError as error:
+            if error.code != "unsupported-architecture":
+                raise  # otherwise a variant of the family that the table does not count
     if config.get("auto_map"):
         raise ModelError(
             "remote-code",

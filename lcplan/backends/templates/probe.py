@@ -65,7 +65,7 @@ os.environ.update(launcher_environment(ARGUMENTS.rank))
 
 import measure
 import torch
-from checks import JobError
+from checks import JobError, watch_first_sequence
 from datasets import Dataset
 from model import build_model, load_config
 from tokenizers import Tokenizer, models
@@ -117,8 +117,13 @@ class PhaseRecorder(TrainerCallback):
         self.phases[phase] = max(self.phases.get(phase, 0), torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 
-    def on_step_begin(self, *_args: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any) -> None:
+    def on_step_begin(
+        self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any
+    ) -> None:
         """Called by the trainer before a step's first micro batch."""
+        plan = JOB["plan"]
+        tokens = row_lengths(plan)[state.global_step] // plan["cp_size"]
+        watch_first_sequence(model, plan["per_device_train_batch_size"], tokens)
         if self.cuda:
             torch.cuda.synchronize()
             self.phases.clear()
@@ -164,15 +169,19 @@ def local_bytes(tensors: Any) -> int:
     return sum(seen.values())
 
 
+def row_lengths(plan: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of a row in the first step and in the measured one."""
+    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
+    whole = row_length(plan)
+    return min(whole, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple)), whole
+
+
 def random_rows(plan: dict[str, Any], vocab_size: int, seed: int) -> Dataset:
     """One step of short rows, one of whole ones; every rank's, since the loader deals them out."""
-    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
-    length = row_length(plan)
-    short = min(length, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple))
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.randint(1, vocab_size, (tokens,), generator=generator, dtype=torch.int32).numpy()
-        for tokens in (short, length)
+        for tokens in row_lengths(plan)
         for _ in range(rows_per_step(plan))
     ]
     return Dataset.from_dict({"input_ids": rows})

@@ -194,7 +194,6 @@ def make_trainer(
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)  # the recorder prints every step
     check_layout(trainer.accelerator, plan)
-    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], row_length(plan) // plan["cp_size"])
     return trainer
 
 
@@ -209,6 +208,8 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     set_seed(job["training"]["seed"])
     model = build_model(job, config, state.device, empty=not state.is_main_process)
     trainer = make_trainer(job, args, model, tokenizer, rows, [recorder])
+    plan = job["plan"]
+    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], row_length(plan) // plan["cp_size"])
     trainer.train()
     peaks = measure.gather_ranks(recorder.summary())
     saved = save_model(trainer, HERE / "final_model") if job["training"]["save_model"] else None
