@@ -12,6 +12,7 @@ from lcplan.estimators.layer import Alive
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
     DEVICE,
+    Category,
     DiskUse,
     GpuSummary,
     HostMemory,
@@ -75,7 +76,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     """
     by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(plan)}
     rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
-    return _report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
+    return make_report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
 
 
 def estimate_by_trace(
@@ -90,14 +91,14 @@ def estimate_by_trace(
     need_train_extra("--method trace runs the training code")
     from lcplan.tracing.trace import trace
 
-    return _report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
+    return make_report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
 
 
-def _report(
+def make_report(
     spec: ModelSpec,
     plan: TrainPlan,
     gpu: GpuSpec,
-    method: Literal["formula", "trace"],
+    method: Literal["formula", "trace", "probe"],
     phases: dict[str, Alive],
     rank: int,
     assumptions: tuple[str, ...],
@@ -173,7 +174,27 @@ def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = 
     )
 
 
+PROBED: dict[str, Category] = {
+    "probe.parameters": "parameter",
+    "probe.optimizer_states": "optimizer_state",
+    "probe.gradients": "gradient",
+    "probe.other": "activation",
+    "probe.other_layers": "activation",
+}
+"""Items of a probe: what is no weight, state or finished gradient is activations, gradients under way and buffers."""
+
+
 def _traced_item(key: str, num_bytes: int, phases: tuple[str, ...]) -> MemoryItem:
+    if key in PROBED:
+        return MemoryItem(
+            key=key,
+            category=PROBED[key],
+            num_bytes=num_bytes,
+            phases=phases,
+            formula="torch.cuda.max_memory_allocated, less the items above it",
+            source="the job's own step on this machine's GPU",
+            confidence="exact",
+        )
     from lcplan.tracing.trace import CATEGORIES
 
     return MemoryItem(

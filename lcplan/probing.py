@@ -18,13 +18,15 @@ from lcplan._record import Record
 from lcplan.backends import launch
 from lcplan.backends.job import JobSpec, ModelSource, render_job
 from lcplan.errors import EnvironmentProblem, PlanError
+from lcplan.estimation import make_report
 from lcplan.estimators import formula
 from lcplan.estimators.layer import Alive
 from lcplan.estimators.runtime import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from lcplan.hardware import GpuSpec
 from lcplan.job_options import DataSource, TokenizerSource
-from lcplan.ledger import Category, Compared, RopeParameters
+from lcplan.ledger import Compared, MemoryReport, RopeParameters
 from lcplan.model_spec import ModelSpec
-from lcplan.rope import position_limit
+from lcplan.rope import position_limit, resolve_rope
 from lcplan.train_plan import TrainPlan
 from lcplan.units import format_bytes
 
@@ -33,13 +35,8 @@ BACKENDS = ("single", "fsdp2")
 """Backends whose jobs run with PyTorch's fake process group; DDP's reducer and its collectives do not."""
 PER_LAYER_KEYS = ("layer_types", "no_rope_layers", "mlp_only_layers")
 """Keys of a config.json that are lists with an entry a layer, or of layers."""
-ITEMS: dict[str, Category] = {
-    "probe.parameters": "parameter",
-    "probe.optimizer_states": "optimizer_state",
-    "probe.gradients": "gradient",
-    "probe.other": "activation",
-}
-"""Keys of a probed report's items; what is neither of the first three is activations, gradients under way, buffers."""
+RECORD_FILE = "record.json"
+"""The probe as a measured row, beside probe.json."""
 
 
 class ProbeResult(Record):
@@ -59,6 +56,87 @@ class ProbeResult(Record):
     loss: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
     gpu_name: str | None = None
+
+
+class Probed(Record):
+    """A probe's outcome; without a report where it failed."""
+
+    result: ProbeResult
+    report: MemoryReport | None
+    folder: Path
+
+
+def probe(
+    spec: ModelSpec,
+    plan: TrainPlan,
+    gpu: GpuSpec,
+    *,
+    folder: Path,
+    assumptions: tuple[str, ...] = (),
+    rank: int = 0,
+    layers: int | None = None,
+    capacity_bytes: int | None = None,
+) -> Probed:
+    """Measure one step on this machine's GPU, and put it into the one report; ``folder`` keeps job and record.
+
+    Args:
+        spec: the model
+        plan: the resolved plan
+        gpu: the GPU it has to fit
+        folder: new folder for the job, probe.json and record.json
+        assumptions: what was chosen for the user
+        rank: global rank that the GPU stands for
+        layers: decoder layers to measure with; the rest is added as the formulas have it
+        capacity_bytes: usable bytes of another GPU, to which the process is capped
+
+    Raises:
+        PlanError: when the plan cannot be probed.
+        EnvironmentProblem: when this machine cannot: no GPU, no train extra, too little host memory.
+    """
+    cut = with_layers(spec, layers)
+    free = plan.host_memory_bytes if plan.host_memory_bytes is not None else host_memory_available()
+    check_probe(cut, plan, rank=rank, host_available=free)
+    added = _added_by(spec, cut, plan, rank)
+    rope = resolve_rope(spec, plan.max_length, plan.rope)
+    found = run_probe(probe_job(cut, plan, rope), folder, rank=rank, capacity_bytes=capacity_bytes)
+    if found.error is not None:
+        return Probed(result=found, report=None, folder=folder)
+    write_record(folder, cut, plan, rank, found)
+    if added:
+        assumptions += (
+            f"{spec.num_hidden_layers} layers: measured with {cut.num_hidden_layers}, the others as the formulas have "
+            "them",
+        )
+    if capacity_bytes is not None:
+        assumptions += (f"it ran with no more than {format_bytes(capacity_bytes)} of GPU memory",)
+    by_phase = phases(found)
+    for phase, num_bytes in added.items():
+        by_phase[phase]["probe.other_layers"] = num_bytes
+    report = make_report(spec, plan, gpu, "probe", by_phase, rank, assumptions)
+    ran_in_it = capacity_bytes is not None and capacity_bytes <= gpu.usable_bytes and not added
+    update = {"compared": compare(cut, plan, rank, found), "step_time_s": None if added else found.step_s}
+    if ran_in_it:
+        update["fits"] = report.host.fits is not False
+    return Probed(result=found, report=report.model_copy(update=update), folder=folder)
+
+
+def _added_by(spec: ModelSpec, cut: ModelSpec, plan: TrainPlan, rank: int) -> dict[str, int]:
+    """Bytes that the layers which were not measured add to each phase."""
+    if cut is spec:
+        return {}
+    whole, part = (_of_phases(formula.instants(each, plan, rank=rank).totals()) for each in (spec, cut))
+    return {phase: whole[phase] - part[phase] for phase in whole}
+
+
+def _of_phases(totals: Mapping[str, int]) -> dict[str, int]:
+    """The formulas' largest total within each phase that a probe tells apart."""
+    others = ("forward", "optimizer_step", "save")
+    backward = [size for phase, size in totals.items() if phase not in others and not phase.startswith("evaluation")]
+    return {
+        "forward": totals["forward"],
+        "backward": max(backward),
+        "optimizer_step": totals["optimizer_step"],
+    }
 
 
 def with_layers(spec: ModelSpec, layers: int | None) -> ModelSpec:
@@ -193,12 +271,7 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
         instants = formula.instants(spec, plan, rank=rank)
     except PlanError:
         return ()
-    totals, step = instants.totals(), instants.phases["optimizer_step"]
-    of_phase = {
-        "forward": totals["forward"],
-        "backward": max(size for phase, size in totals.items() if phase not in ("forward", "optimizer_step")),
-        "optimizer_step": totals["optimizer_step"],
-    }
+    totals, step = _of_phases(instants.totals()), instants.phases["optimizer_step"]
     states = sum(size for key, size in step.items() if key.startswith("optimizer.") and "states" in key)
     parts: Mapping[str, int] = {
         "parameters": sum(step.get(key, 0) for key in ("weights.parameters", "weights.nf4", "lora.adapters")),
@@ -208,7 +281,7 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
     pairs: list[tuple[str, int, int | None]] = [
         (name, predicted, found.resident.get(name)) for name, predicted in parts.items()
     ]
-    pairs += [(phase, predicted, found.phases.get(phase)) for phase, predicted in of_phase.items()]
+    pairs += [(phase, predicted, found.phases.get(phase)) for phase, predicted in totals.items()]
     pairs.append(("peak", max(totals.values()), found.peak_allocated_bytes))
     pinned = formula.host_need(spec, plan).pinned_bytes_per_rank
     pairs.append(("pinned", pinned, found.pinned_peak_bytes if pinned else None))
@@ -217,6 +290,12 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
         for what, predicted, measured in pairs
         if measured is not None
     )
+
+
+def write_record(folder: Path, spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> None:
+    """Write record.json."""
+    row = json.dumps(measured_row(spec, plan, rank, found), indent=2) + "\n"
+    (folder / RECORD_FILE).write_text(row, "utf-8")
 
 
 def measured_row(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> dict[str, Any]:

@@ -219,3 +219,91 @@ def test_the_probed_job_needs_no_network() -> None:
     spec = tiny_spec()
     job = probe_job(spec, plan_of(spec, max_length=64), None)
     assert (job.model.init, job.data.kind) == ("random", "python-docs")
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, result: ProbeResult) -> list[dict]:
+    """No GPU here: the job is rendered, and what it would have measured is given."""
+    started: list[dict] = []
+
+    def run(job, folder, *, rank, capacity_bytes):
+        started.append({"job": job, "rank": rank, "capacity_bytes": capacity_bytes})
+        render_job(job, folder, force=True)
+        return result
+
+    monkeypatch.setattr("lcplan.probing.run_probe", run)
+    return started
+
+
+def test_the_report_of_a_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lcplan) -> None:
+    started = fake_run(monkeypatch, found())
+    command = ["estimate", "Qwen/Qwen3-0.6B", "--max-length", "4Ki", "--gpu", "h200", "--method", "probe"]
+    told = lcplan(*command, "--output-dir", str(tmp_path / "kept"), "--json")
+    report = json.loads(told.out)
+    assert (told.code, report["method"], report["step_time_s"]) == (0, "probe", 1.5)
+    assert report["peak_allocated_bytes"] == 900 * MIB
+    assert {pair["what"] for pair in report["compared"]} >= {"parameters", "optimizer_states", "peak"}
+    assert "Measured on NVIDIA H200: reserved 0.93 GiB" in told.err
+    assert read_run(tmp_path / "kept" / "record.json").measured.peak_allocated_bytes == 900 * MIB
+    assert started[0]["capacity_bytes"] is None
+    assert "not empty" in lcplan(*command, "--output-dir", str(tmp_path / "kept")).err
+    shown = lcplan(*command, "--capacity", "80GB").out
+    assert "it ran with no more than 74.51 GiB of GPU memory" in " ".join(shown.split())
+    assert "difference" in shown
+
+
+def test_layers_that_were_not_measured_are_added(monkeypatch: pytest.MonkeyPatch, lcplan) -> None:
+    started = fake_run(monkeypatch, found())
+    command = [
+        "estimate",
+        "Qwen/Qwen3-0.6B",
+        "--max-length",
+        "4Ki",
+        "--gpu",
+        "h200",
+        "--method",
+        "probe",
+        "--layers",
+        "4",
+    ]
+    told = lcplan(*command, "--json")
+    report = json.loads(told.out)
+    spec = load_model("Qwen/Qwen3-0.6B")
+    plan = plan_of(spec, max_length=4096, gpu="h200")
+    cut = with_layers(spec, 4)
+    assert started[0]["job"].model.config["num_hidden_layers"] == 4
+    whole, part = (formula.instants(each, plan).totals() for each in (spec, cut))
+    step = 800 * MIB + whole["optimizer_step"] - part["optimizer_step"]
+    assert {phase["phase"]: phase["allocated_bytes"] for phase in report["phases"]}["optimizer_step"] == step
+    assert report["peak_allocated_bytes"] == step, "24 layers more have more states than 4,096 tokens take"
+    assert any("28 layers: measured with 4" in said for said in report["assumptions"])
+    assert report["step_time_s"] is None
+
+
+def test_a_failed_probe_exits_1_with_what_the_allocator_held(monkeypatch: pytest.MonkeyPatch, lcplan) -> None:
+    failed = found(exit_code=1, error="out of GPU memory: tried to allocate", allocator_summary="| allocated |")
+    fake_run(monkeypatch, failed)
+    told = lcplan("estimate", "Qwen/Qwen3-0.6B", "--max-length", "4Ki", "--gpu", "h200", "--method", "probe")
+    assert (told.code, told.out) == (1, "")
+    assert "The probe failed: out of GPU memory" in told.err
+    assert "| allocated |" in told.err
+
+
+def test_run_probe_measures_the_folder_it_wrote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lcplan) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence of some words. " * 4000)
+    started: list[dict] = []
+    monkeypatch.setattr("lcplan.backends.launch.visible_gpus", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr("lcplan.job_run.start_probe", lambda folder, **given: started.append(given) or found())
+    command = ["run", "Qwen/Qwen3-0.6B", "--init", "random", "--max-length", "4Ki", "--gpu", "h200", "--num-gpus", "2"]
+    command += ["--cp-size", "2", "--data", str(text), "--probe", "--rank", "1", "--capacity", "80GB"]
+    told = lcplan(*command, "--output-dir", str(tmp_path / "job"))
+    assert told.code == 0, told.err
+    assert started == [{"rank": 1, "cap": 80 * 10**9 - 2_156_789_760}]
+    assert "difference" in told.out
+    assert read_run(tmp_path / "job" / "record.json").rank == 1
+    assert (tmp_path / "job" / "probe.py").is_file()
+    monkeypatch.setattr("lcplan.job_run.start_probe", lambda folder, **given: found(exit_code=1, error="out of memory"))
+    assert lcplan(*command, "--output-dir", str(tmp_path / "again")).code == 1
+    refused = lcplan(*command[:-5], "--rank", "1", "--output-dir", str(tmp_path / "other"))
+    assert refused.code == 2
+    assert "Add --probe" in refused.err
