@@ -313,6 +313,16 @@ def test_each_kind_of_layer_can_be_the_peak() -> None:
     assert "attention.masks" not in last
 
 
+def test_repeated_rotary_tables_replace_those_of_the_model() -> None:
+    """GLM repeats cos and sin in every layer: only a checkpointed layer still refers to what the model made."""
+    t, spec = 256, tiny_spec(model_type="glm", partial_rotary_factor=0.5)
+    own = 2 * 2 * 8 * t
+    full = formula.instants(spec, plan_of(spec, max_length=t)).phases["loss"]
+    none = formula.instants(spec, plan_of(spec, max_length=t, activation_checkpointing="none")).phases["loss"]
+    assert full["activations.rotary_tables"] == own
+    assert none["activations.rotary_tables"] == 5 * own
+
+
 def test_every_instant_has_words() -> None:
     names = {
         phase.split("]")[-1]
