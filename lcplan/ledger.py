@@ -103,6 +103,37 @@ class RopeParameters(Record):
     original_max_position_embeddings: int
 
 
+class StepTime(Record):
+    """Seconds of one optimizer step and what follows from them."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by part; they add up."""
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs a second over the peak, by ``mfu_convention``."""
+    mfu_convention: str
+    rates: str
+    """Where the rates of the kernels come from."""
+
+
+class TokenBudget(Record):
+    """How long a number of tokens takes; whole steps."""
+
+    tokens: int
+    steps: int
+    seconds: float | None
+    """None where the step has no time."""
+    gpu_hours: float | None
+
+
+class BatchSize(Record):
+    """What one optimizer step trains on; GPUs that share a sequence count once."""
+
+    sequences_per_step: int
+    tokens_per_step: int
+
+
 class PlanWarning(Record):
     """Something the user should know before renting GPUs."""
 
@@ -132,8 +163,14 @@ class MemoryReport(Record):
     items: tuple[MemoryItem, ...]
     phases: tuple[PhaseTotal, ...]
     rope: RopeParameters | None
+    batch: BatchSize
     step_time_s: float | None = None
     tokens_per_second: float | None = None
+    """Of the whole job."""
+    step_time: StepTime | None = None
+    step_time_unknown: str | None = None
+    """Why there is no step time."""
+    token_budget: TokenBudget | None = None
     warnings: tuple[PlanWarning, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

@@ -73,6 +73,17 @@ class TrainPlan(Record):
         return self.max_length * self.per_device_train_batch_size // (self.cp_size * self.sp_size)
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step; ranks that share a sequence by cp or sp count once."""
+        replicas = self.num_gpus // (self.cp_size * self.sp_size)
+        return self.per_device_train_batch_size * replicas * self.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all GPUs."""
+        return self.sequences_per_step * self.max_length
+
+    @property
     def shard_size(self) -> int:
         """Ranks over which parameters, gradients and optimizer states are split."""
         return self.dp_shard_size * self.cp_size * self.sp_size if self.backend != "single" else 1
