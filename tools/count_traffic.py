@@ -22,43 +22,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-NO_TRAFFIC = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "slice",
-        "unsqueeze",
-        "detach",
-        "expand",
-        "permute",
-        "split",
-        "alias",
-        "reshape",
-        "select",
-        "squeeze",
-        "as_strided",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "unbind",
-        "split_with_sizes",
-        "chunk",
-        "empty_strided",
-        "new_empty_strided",
-        "device",
-        "is_contiguous",
-        "mm",
-        "addmm",
-        "bmm",
-        "matmul",
-        "linear",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    ]
-)
+VIEWS = (
+    "view", "_unsafe_view", "t", "transpose", "slice", "unsqueeze", "detach", "expand", "permute", "split", "alias",
+    "reshape", "select", "squeeze", "as_strided", "unbind", "split_with_sizes", "chunk", "device", "is_contiguous",
+)  # fmt: skip
+ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+PRODUCTS = (
+    "mm", "addmm", "bmm", "matmul", "linear", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+NO_TRAFFIC = frozenset((*VIEWS, *ALLOCATIONS, *PRODUCTS))
 """Views, allocations, and what counts as FLOPs."""
 BASE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4}
 HEAD_DIM = 64

@@ -30,7 +30,7 @@ FULL_LOGITS_TRAFFIC = 28
 EXPERT_FORWARD, EXPERT_BACKWARD = 14, 36
 """Bytes a token, expert and hidden entry: gather, weigh, sum; counted by tools/count_traffic.py on qwen3_moe."""
 LORA_INPUT_FORWARD, LORA_OUTPUT_FORWARD = 12, 10
-"""Bytes a token and entry of an adapted linear's input (cast to float32, back) and output; peft 0.19 lora/layer.py."""
+"""Bytes a token and entry of an adapted linear's input (cast to float32, back) and output; peft 0.21 lora/layer.py."""
 LORA_INPUT_BACKWARD, LORA_OUTPUT_BACKWARD = 14, 6
 """The same in the backward, counted on Qwen3 with adapters on every linear."""
 RING_MERGE, RING_ENDS, RING_DQ, RING_DKV = 38, 12, 10, 44
@@ -108,7 +108,8 @@ class StepParts:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(astuple(self))
+        total: float = sum(astuple(self))
+        return total
 
     @property
     def without_optimizer(self) -> float:

@@ -92,8 +92,9 @@ def print_times(report: TimeReport, console: Console | None = None) -> None:
     verdict = "no time drifts" if report.passed else "DRIFT"
     out.print(
         f"{verdict}: {report.num_checked} times checked; worst {report.worst_error:+.1%}, "
-        f"mean {report.mean_error:.1%}, mean signed {report.mean_signed_error:+.1%}, tolerance {report.tolerance:.0%}; {report.num_ordered} of "
-        f"{report.num_pairs} pairs of measured plans in the right order",
+        f"mean {report.mean_error:.1%}, mean signed {report.mean_signed_error:+.1%}, "
+        f"tolerance {report.tolerance:.0%}; "
+        f"{report.num_ordered} of {report.num_pairs} pairs of measured plans in the right order",
         style="bold",
         highlight=False,
         markup=False,
