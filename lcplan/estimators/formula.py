@@ -7,7 +7,9 @@ every n-th layer checkpointed the n at either end. Each instant of each such lay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
 from lcplan.estimators.coverage import check_covered
@@ -35,15 +37,19 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
         PlanError: when the plan is outside what the formulas cover.
     """
     check_covered(spec, plan)
+    made = {phase: make() for phase, make in phases(spec, plan, rank=rank).items()}
+    return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in made.items()})
+
+
+def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
+    """What makes each phase of a covered plan, in step order: one phase alone already bounds the peak from below."""
     step = _Step(spec, plan, rank)
-    result = {"forward": step.forward(), "loss": step.loss()}
+    makers: dict[str, Callable[[], Alive]] = {"forward": step.forward, "loss": step.loss}
     own = layer_instants(step.shape)
     for index in step.layers_that_can_peak():
         for instant in own:
-            result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
-    result["backward.embedding"] = step.embedding_backward()
-    result["optimizer_step"] = step.optimizer_step()
-    return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
+            makers[f"backward[{index}].{instant.name}"] = partial(step.backward, index, instant)
+    return makers | {"backward.embedding": step.embedding_backward, "optimizer_step": step.optimizer_step}
 
 
 class _Step:
@@ -95,6 +101,7 @@ class _Step:
 
     # What is there all step long
 
+    @cached_property
     def states(self) -> Alive:
         """Weights, optimizer states, workspaces and the batch."""
         spec, plan = self.spec, self.plan
@@ -120,11 +127,12 @@ class _Step:
             alive[optimizer.adafactor_states.key] = optimizer.adafactor_states(sum_of_sides=sides)
         return alive
 
+    @cached_property
     def step_wide(self) -> Alive:
         """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
         spec, plan = self.spec, self.plan
         rows = plan.per_device_train_batch_size
-        alive = self.states()
+        alive = dict(self.states)
         if self.ring:
             buffers = activations.context_parallel_buffers
             alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=self.tokens)
@@ -220,7 +228,7 @@ class _Step:
     def forward(self) -> Alive:
         """MLP of the last layer in the forward pass."""
         spec = self.spec
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide, self.kept_by_layers(self.layers, running=False))
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
         if self.every is not None and spec.moe is None:
@@ -235,7 +243,7 @@ class _Step:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide, self.kept_by_layers(self.layers, running=False))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
@@ -258,7 +266,7 @@ class _Step:
         """One instant of the backward of layer ``index``."""
         done = (self.layers - 1 - index) * self.trainable_layer
         done += 0 if self.holds_tied_head else self.trainable_head
-        common = merge(self.step_wide(), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
+        common = merge(self.step_wide, self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
         alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
 
@@ -284,7 +292,7 @@ class _Step:
         incoming = activations.residual(
             tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
         )
-        alive = merge(self.step_wide(), self.gradients(done, current=0), self.tied_head())
+        alive = merge(self.step_wide, self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
         if not self.frozen:
             alive[gradients.embedding.key] = table
@@ -298,7 +306,7 @@ class _Step:
     def optimizer_step(self) -> Alive:
         """All gradients and the optimizer's own temporaries."""
         spec, plan = self.spec, self.plan
-        alive = merge(self.states(), self.gradients(self.trainable, current=0))
+        alive = merge(self.states, self.gradients(self.trainable, current=0))
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
             alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
