@@ -34,6 +34,16 @@ PHASE_HELP = {
 }
 
 
+def instant_words(phase: str, num_layers: int) -> str:
+    """A phase as one would say it: ``backward[0].mlp`` is the backward of the MLP of the first layer."""
+    if not phase.startswith("backward["):
+        named = {"loss": "the backward of the loss", "optimizer_step": "the optimizer step"}
+        return named.get(phase, "the backward of the embedding" if phase == "backward.embedding" else f"the {phase}")
+    index, _, part = phase.removeprefix("backward[").partition("].")
+    layer = {0: "the first layer", num_layers - 1: "the last layer"}.get(int(index), f"layer {index}")
+    return f"the backward of the {'MLP' if part == 'mlp' else part.replace('_', ' ')} of {layer}"
+
+
 class MemoryItem(Record):
     """One line of the ledger."""
 

@@ -11,8 +11,10 @@ from lcplan.cli.plan_options import (
     JsonOption,
     ModelArgument,
     PresetOption,
+    TokenBudgetOption,
     TrustOption,
     UnitsOption,
+    parse_token_budget,
     read_job,
     with_plan_flags,
 )
@@ -37,6 +39,7 @@ def command(
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
+    token_budget: TokenBudgetOption = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -46,7 +49,7 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
-    from lcplan.estimation import estimate, estimate_by_trace
+    from lcplan.estimation import estimate, estimate_by_trace, with_token_budget
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
@@ -58,6 +61,8 @@ def command(
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
     by_method = estimate if method == "formula" else estimate_by_trace
     report = by_method(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    if tokens := parse_token_budget(token_budget):
+        report = with_token_budget(report, tokens)
     if compare_rules:
         _print_rules(report, job, as_json=json, units=size_units)
     elif json:

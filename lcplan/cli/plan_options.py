@@ -81,9 +81,10 @@ def _plan_flags(
 
 
 def with_plan_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every plan flag; it receives what the user set as ``given``."""
-    shared = inspect.signature(_plan_flags, eval_str=True).parameters
+    """Give a command every plan flag but those it has itself; it receives what the user set as ``given``."""
+    every = inspect.signature(_plan_flags, eval_str=True).parameters
     own = inspect.signature(command, eval_str=True)
+    shared = {name: flag for name, flag in every.items() if name not in own.parameters}
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -107,7 +108,22 @@ PresetOption = Annotated[str | None, typer.Option(help="A named job, see `lcplan
 ConfigOption = Annotated[Path | None, typer.Option(help="A job in a preset's YAML format.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model repository's own code.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+TokenBudgetOption = Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B: how long that takes.")]
 UnitsOption = Annotated[str, typer.Option(help="GiB or GB.")]
+
+
+def parse_token_budget(text: str | None) -> int | None:
+    """``--token-budget`` as a count; None where it is not given.
+
+    Raises:
+        InputError: for what is no count, and for none.
+    """
+    if text is None:
+        return None
+    tokens = parse_count(text)
+    if tokens < 1:
+        raise InputError("bad-value", f"--token-budget {text!r:.60} is not a positive count. Write 1B or 500M.")
+    return tokens
 
 
 class Job(NamedTuple):

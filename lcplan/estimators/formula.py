@@ -41,6 +41,11 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in made.items()})
 
 
+def forward_bytes(spec: ModelSpec, plan: TrainPlan) -> int:
+    """Bytes of a covered plan's forward phase on rank 0: a bound of its peak from below that costs little."""
+    return sum(_Step(spec, plan, 0).forward().values())
+
+
 def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
     """What makes each phase of a covered plan, in step order: one phase alone already bounds the peak from below."""
     step = _Step(spec, plan, rank)

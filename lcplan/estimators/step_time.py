@@ -36,13 +36,17 @@ LORA_INPUT_BACKWARD, LORA_OUTPUT_BACKWARD = 14, 6
 RING_MERGE, RING_ENDS, RING_DQ, RING_DKV = 38, 12, 10, 44
 """Bytes a token and entry: a partial output in float32 merged, first and last cast; dq, and dk with dv, summed up
 (torch 2.13 context_parallel/_attention.py)."""
+RING_EXCHANGE = 20
+"""Bytes a token and key entry that go round the ring: keys and values three times in bf16 (forward, recomputation,
+backward), their gradients once in float32 (torch 2.13 context_parallel/_attention.py)."""
 OPTIMIZER_PASSES = {"adamw_torch_fused": 7, "adamw_torch": 20, "sgd": 3, "adafactor": 12, "adamw_bnb_8bit": 4}
 """Reads and writes of a parameter's size in an update (sources of torch.optim, transformers, bitsandbytes)."""
 CLIPPING_PASSES = 3
 """The gradient's norm reads it once, its scaling reads and writes it (transformers' max_grad_norm 1.0)."""
-HOST_ADAM_S = 1.4e-9
-"""Seconds a parameter of an AdamW step on the host. One published step of a 4.02 B model with its states there, all of
-its 5.63 s (github.com/PrimeIntellect-ai/prime-rl/pull/3210): another stack and host, so a bound more than a rate."""
+HOST_OPTIMIZER_S = {"adamw_torch_fused": 1.4e-9, "adamw_torch": 10.5e-9}
+"""Seconds a parameter of an optimizer step on the host. Fused: one published step of a 4.02 B model with its states
+there, all of its 5.63 s (github.com/PrimeIntellect-ai/prime-rl/pull/3210), so a bound; torch 2.13 on one thread of an
+EPYC takes 0.64 ns and clipping 0.47. Not fused: that thread, 10.0 ns and clipping."""
 PINNING_BYTES_PER_S = 7e9
 """New pinned memory a second, which the first step at a length pays for; rows m004, m006, m008 and m019 lie between 3
 and 35 GB/s."""
@@ -167,6 +171,9 @@ def refusal(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> str | None:
         f"the network between nodes of {gpu.id} is not known": (
             plan.num_gpus > plan.gpus_per_node and gpu.network_bandwidth is None
         ),
+        f"--optim {plan.optim} on the host has not been timed": (
+            plan.offload_params and plan.optim not in HOST_OPTIMIZER_S
+        ),
         f"--backend {plan.backend} has not been timed": plan.backend == "deepspeed",
         f"--quantize {plan.quantize} has not been timed": plan.quantize != "none",
         "packed rows attend to less than max_length": plan.packing,
@@ -176,6 +183,21 @@ def refusal(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> str | None:
 
 def _is_wide(plan: TrainPlan) -> bool:
     return plan.dtype == "float32" and plan.backend == "single"
+
+
+class Work(NamedTuple):
+    """Seconds of a micro step's kernels on one GPU."""
+
+    attention: float
+    linear: float
+    loss_head: float
+    elementwise: float
+    ring: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all of them."""
+        return self.attention + self.linear + self.loss_head + self.elementwise + self.ring
 
 
 class StepTimer:
@@ -194,6 +216,8 @@ class StepTimer:
         attention = spec.hidden_size * (2 * self.query + 2 * self.key)
         self.active = spec.num_hidden_layers * (attention + 3 * spec.hidden_size * self.mlp + router)
         self.head = spec.hidden_size * spec.vocab_size
+        self.num_parameters = spec.num_parameters
+        self._known: dict[tuple[object, ...], Work] = {}
         self.network_bandwidth = gpu.network_bandwidth or gpu.link_bandwidth
 
     def parts(self, plan: TrainPlan) -> StepParts:
@@ -201,24 +225,48 @@ class StepTimer:
 
         Source: FLOPs and bytes over the GPU's measured rates
         """
-        tokens, micro = plan.tokens_per_rank, plan.gradient_accumulation_steps
-        recomputed, kept = self._recomputed(plan)
-        attention = micro * self._attention_seconds(plan, kept)
-        linear = micro * self._linear_seconds(plan, recomputed)
-        head = micro * self._head_seconds(plan)
-        elementwise = micro * self._elementwise_seconds(plan, recomputed)
-        ring = ring_bytes(query_size=self.query, key_size=self.key, cp_size=plan.cp_size, recomputed=kept)
-        merging = micro * ring * tokens * self.spec.num_hidden_layers / self.rates.memory_bytes
+        micro = plan.gradient_accumulation_steps
+        work = self._work(plan)
+        exposed = self._exposed_seconds(plan, attention=work.attention, compute=work.total)
         return StepParts(
-            attention=attention,
-            linear=linear,
-            loss_head=head,
-            elementwise=elementwise,
-            ring=merging,
+            attention=micro * work.attention,
+            linear=micro * work.linear,
+            loss_head=micro * work.loss_head,
+            elementwise=micro * work.elementwise,
+            ring=micro * work.ring,
             host_copies=micro * self._copy_seconds(plan),
-            exchange=self._exposed_seconds(plan, attention=attention, compute=attention + linear + head + elementwise),
+            exchange=exposed,
             optimizer=self._optimizer_seconds(plan),
         )
+
+    def seconds(self, plan: TrainPlan) -> float:
+        """The total of ``parts``, for many plans.
+
+        Source: FLOPs and bytes over the GPU's measured rates
+        """
+        work = self._work(plan)
+        step = work.total + self._copy_seconds(plan)
+        exposed = self._exposed_seconds(plan, attention=work.attention, compute=work.total)
+        return plan.gradient_accumulation_steps * step + exposed + self._optimizer_seconds(plan)
+
+    def _work(self, plan: TrainPlan) -> Work:
+        """Kernels of one micro step; worked out once for plans that agree in what they depend on."""
+        key = (
+            plan.max_length, plan.per_device_train_batch_size, plan.cp_size, plan.sp_size, plan.loss, plan.dtype,
+            plan.activation_checkpointing, plan.checkpoint_every_n_layers, plan.lora_r, plan.lora_target_modules,
+            plan.backend,
+        )  # fmt: skip
+        if key not in self._known:
+            recomputed, kept = self._recomputed(plan)
+            ring = ring_bytes(query_size=self.query, key_size=self.key, cp_size=plan.cp_size, recomputed=kept)
+            self._known[key] = Work(
+                attention=self._attention_seconds(plan, kept),
+                linear=self._linear_seconds(plan, recomputed),
+                loss_head=self._head_seconds(plan),
+                elementwise=self._elementwise_seconds(plan, recomputed),
+                ring=ring * plan.tokens_per_rank * self.spec.num_hidden_layers / self.rates.memory_bytes,
+            )
+        return self._known[key]
 
     def _recomputed(self, plan: TrainPlan) -> tuple[float, float]:
         """Share of the layers whose linears, and whose attention, run forward twice."""
@@ -239,8 +287,7 @@ class StepTimer:
         backward = 1 if plan.lora_r else 2
         products = self.active * (1 + recomputed + backward)
         if plan.lora_r:
-            adapters = lora.adapter_parameters(self._targets(plan), plan.lora_r) * self.spec.num_hidden_layers
-            products += adapters * (3 + recomputed)
+            products += self._trainable(plan) * (3 + recomputed)
         return 2 * plan.tokens_per_rank * products / self.rates.linear_flops
 
     def _targets(self, plan: TrainPlan) -> dict[str, tuple[int, int]]:
@@ -285,29 +332,26 @@ class StepTimer:
             size = weights.FP32_BYTES if _is_wide(plan) else weights.BF16_BYTES
             num_bytes += 2 * layers * plan.tokens_per_rank * self.spec.hidden_size * size
         if plan.offload_params:  # shards come in for forward and backward, gradients go out
-            num_bytes += 3 * weights.FP32_BYTES * self.spec.num_parameters / plan.shard_size
+            num_bytes += 3 * weights.FP32_BYTES * self.num_parameters / plan.shard_size
         return num_bytes / self.rates.host_copy_bytes
 
     def _exposed_seconds(self, plan: TrainPlan, *, attention: float, compute: float) -> float:
-        """Exchange that is longer than what it hides behind, and the first layer's weights."""
+        """Exchange that is longer than the kernels it hides behind, and the first layer's weights."""
         ranks = plan.shard_size
         if plan.backend != "fsdp2" or plan.num_gpus == 1:
             return 0.0
-        spec, micro = self.spec, plan.gradient_accumulation_steps
-        share = (ranks - 1) / ranks
-        gather = weights.BF16_BYTES * spec.num_parameters * share
-        trainable = 0 if plan.lora_r else spec.num_parameters
-        states = (2 * micro * gather + weights.BF16_BYTES * trainable * share) / self._link(plan, ranks)
+        layers, micro = self.spec.num_hidden_layers, plan.gradient_accumulation_steps
+        gather = weights.BF16_BYTES * self.num_parameters * (ranks - 1) / ranks
+        reduced = 0.0 if plan.lora_r else gather
+        states = (2 * micro * gather + reduced) / self._link(plan, ranks)
         if plan.dp_replicate_size > 1:
             replicas = plan.dp_replicate_size
-            reduced = 2 * weights.FP32_BYTES * trainable / ranks * (replicas - 1) / replicas
-            states += reduced / self._link(plan, plan.num_gpus)
-        exposed = max(states - compute, 0.0) + gather / spec.num_hidden_layers / self._link(plan, ranks)
+            summed = 2 * weights.FP32_BYTES * self.num_parameters / ranks * (replicas - 1) / replicas
+            states += summed / self._link(plan, plan.num_gpus)
+        exposed = max(states - micro * compute, 0.0) + gather / layers / self._link(plan, ranks)
         if plan.cp_size > 1:
-            # keys and values go round twice in bf16 (and once more when recomputed), their gradients in float32
-            passes = 3 * 2 * weights.BF16_BYTES + 2 * weights.FP32_BYTES
-            moved = passes * self.key * plan.tokens_per_rank * (plan.cp_size - 1) * spec.num_hidden_layers
-            exposed += max(micro * moved / self._link(plan, plan.cp_size) - attention, 0.0)
+            moved = RING_EXCHANGE * self.key * plan.tokens_per_rank * (plan.cp_size - 1) * layers
+            exposed += micro * max(moved / self._link(plan, plan.cp_size) - attention, 0.0)
         return exposed
 
     def _link(self, plan: TrainPlan, ranks: int) -> float:
@@ -316,18 +360,17 @@ class StepTimer:
         return self.gpu.link_bandwidth if inside else self.network_bandwidth
 
     def _optimizer_seconds(self, plan: TrainPlan) -> float:
-        spec = self.spec
-        if plan.lora_r:
-            trainable = lora.adapter_parameters(self._targets(plan), plan.lora_r) * spec.num_hidden_layers
-            size = weights.FP32_BYTES
-        else:
-            trainable = spec.num_parameters
-            size = weights.FP32_BYTES if plan.backend == "fsdp2" or plan.dtype == "float32" else weights.BF16_BYTES
-        own = trainable / plan.shard_size
+        wide = plan.lora_r or plan.backend == "fsdp2" or plan.dtype == "float32"
+        own = self._trainable(plan) / plan.shard_size
         if plan.offload_params:
-            return own * HOST_ADAM_S
+            return own * HOST_OPTIMIZER_S[plan.optim]
         passes = OPTIMIZER_PASSES[plan.optim] + CLIPPING_PASSES
-        return own * size * passes / self.rates.memory_bytes
+        return own * (weights.FP32_BYTES if wide else weights.BF16_BYTES) * passes / self.rates.memory_bytes
+
+    def _trainable(self, plan: TrainPlan) -> int:
+        if not plan.lora_r:
+            return self.num_parameters
+        return lora.adapter_parameters(self._targets(plan), plan.lora_r) * self.spec.num_hidden_layers
 
     def model_flops(self, plan: TrainPlan) -> float:
         """FLOPs of one step over all GPUs, by MFU_CONVENTION.

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lcplan import catalog
 from lcplan.hardware import load_gpu
-from lcplan.levers import LEVERS
+from lcplan.levers import LEVERS, excluded
 from lcplan.model_loading import load_model
 from lcplan.presets import list_presets, load_preset
 from lcplan.units import format_bytes, format_parameters
@@ -68,6 +68,17 @@ def print_presets() -> None:
 
 
 def print_levers() -> None:
-    """Every lever, what it does, what it costs, what it excludes."""
-    rows = [(lever.id, lever.summary, lever.costs, lever.excludes) for lever in LEVERS]
-    _show({"lever": False, "what it does": False, "costs": False, "excludes": False}, rows)
+    """Every lever, what it does, what it changes, needs, costs and excludes."""
+    rows = [
+        (
+            lever.id,
+            lever.summary,
+            lever.changes,
+            "; ".join(filter(None, (lever.needs, " or ".join(lever.requires)))),
+            lever.costs,
+            ", ".join(excluded(lever)),
+        )
+        for lever in LEVERS
+    ]
+    columns = ("lever", "what it does", "sets", "needs", "costs", "does not go with")
+    _show(dict.fromkeys(columns, False), rows)
