@@ -109,18 +109,15 @@ def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec, *, units: ByteUnits = "
 
 
 def compare_gpus(answers: Sequence[Recommendation]) -> Recommendation:
-    """One answer out of several GPUs' answers: cheapest first where every one has a price, else fastest first."""
+    """One answer out of several GPUs' answers: those with a price first, cheapest first, then the fastest."""
     with_plans = [answer for answer in answers if answer.plans]
     if not with_plans:
         return answers[0].model_copy(update={"searched": sum(answer.searched for answer in answers)})
-    priced = all(answer.plans[0].cost and answer.plans[0].cost.per_billion_tokens for answer in with_plans)
 
-    def key(answer: Recommendation) -> tuple[bool, float]:
+    def key(answer: Recommendation) -> tuple[bool, float, float]:
         best = answer.plans[0]
-        if priced and best.cost is not None and best.cost.per_billion_tokens is not None:
-            return False, best.cost.per_billion_tokens
-        speed = best.report.tokens_per_second
-        return speed is None, -(speed or 0.0)
+        cost = best.cost.per_billion_tokens if best.cost is not None else None
+        return cost is None, cost or 0.0, -(best.report.tokens_per_second or 0.0)
 
     ordered = sorted(with_plans, key=key)
     first = ordered[0]
@@ -294,6 +291,9 @@ class _Search:
 
     def _ranked(self, candidate: Candidate, plans: Lattice) -> RankedPlan:
         _, assumptions = resolve(self.spec, self._asked(candidate), usual_gpus_per_node=self.gpu.gpus_per_node)
+        if "host_memory_bytes" not in self.goal.fixed and "host_memory_bytes" in self.fixed:
+            there = format_bytes(self.fixed["host_memory_bytes"], self.units)
+            assumptions += (f"host_memory = {there} a node: the usual node of this GPU",)
         report = estimate(self.spec, candidate.plan, self.gpu, assumptions=assumptions)
         return RankedPlan(
             plan=candidate.plan,

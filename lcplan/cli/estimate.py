@@ -8,12 +8,14 @@ import typer
 
 from lcplan.cli.plan_options import (
     ConfigOption,
+    EmitOption,
     JsonOption,
     ModelArgument,
     PresetOption,
     TokenBudgetOption,
     TrustOption,
     UnitsOption,
+    emit_plan,
     parse_token_budget,
     read_job,
     with_plan_flags,
@@ -40,6 +42,7 @@ def command(
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
     token_budget: TokenBudgetOption = None,
+    emit: EmitOption = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -71,6 +74,7 @@ def command(
         explain_item(report, explain, units=size_units)
     else:
         print_report(report, units=size_units)
+    emit_plan(job.spec, job.plan, emit)
     raise typer.Exit(0 if report.fits else 1)
 
 

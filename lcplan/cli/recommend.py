@@ -8,12 +8,15 @@ import typer
 
 from lcplan.cli.plan_options import (
     ConfigOption,
+    EmitOption,
     JsonOption,
     ModelArgument,
     PresetOption,
     TokenBudgetOption,
     TrustOption,
     UnitsOption,
+    check_foreign,
+    emit_plan,
     parse_token_budget,
     read_base,
     read_spec,
@@ -45,6 +48,7 @@ def command(
         typer.Option(help="Price of one GPU an hour: 2.50, or h100-80gb=2.50 where there are several."),
     ] = None,
     token_budget: TokenBudgetOption = None,
+    emit: EmitOption = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -101,6 +105,9 @@ def command(
         print_json(answer)
     else:
         print_recommendation(answer, units=size_units)
+    if answer.plans:
+        check_foreign(base, spec, answer.plans[0].plan)
+        emit_plan(spec, answer.plans[0].plan, emit)
     raise typer.Exit(0 if answer.plans else 1)
 
 
