@@ -179,7 +179,7 @@ def waterfall(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[Step, .
     naive: dict[str, Any] = {
         "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1,
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
-        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"],
+        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
     }  # fmt: skip
     rows = []
     current = plan.model_copy(update=naive)
@@ -204,7 +204,7 @@ def _pulled(spec: ModelSpec, plan: TrainPlan) -> list[tuple[str, str, dict[str, 
         fields = [name for name in BY_ID[id].changes.split(", ") if name in TrainPlan.model_fields]
         if id == "yarn" and rope is not None:
             rows.append((id, f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}", {}))
-        elif fields and id != "fused-optimizer" and not (id == "data-parallel" and plan.cp_size > 1):
+        elif fields and not (id == "data-parallel" and plan.cp_size > 1):
             update = {name: getattr(plan, name) for name in fields}
             text = ", ".join(f"{name} {value}" for name, value in update.items())
             rows.append((id, text, update))

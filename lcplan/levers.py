@@ -45,6 +45,8 @@ class Lever(Record):
     """Every setting is legal where the first is."""
     is_default: bool = False
     """Pulled by the training stack unless turned off: it does not count where plans are equally fast."""
+    has_alternative: bool = True
+    """False where the installed stack has nothing else: the search then tries no plan without the lever."""
     is_on: Callable[[ModelSpec, TrainPlan], bool]
 
 
@@ -54,7 +56,7 @@ OFF: dict[str, Setting] = {
     "activations": {"offload_activations": False, "activation_offloading": False},
     "parameters": {"offload_params": False},
     "exchange": {"cp_comm_strategy": "allgather"},
-    "optimizer": {"optim": "adamw_torch"},
+    "optimizer": {"optim": "adamw_torch_fused"},
 }
 """What a plan looks like where no lever of a dimension is pulled; ``gpus`` has no such state."""
 PARALLEL = ("data-parallel", "replicas", "context-parallel")
@@ -73,6 +75,7 @@ def _sizes(num_gpus: int, *, replicate: bool, context: bool) -> tuple[Setting, .
         for cp in divisors(num_gpus)
         for replicas in divisors(num_gpus // cp)
         if (cp > 1) == context and (context or (replicas > 1) == replicate)
+        if replicas == 1 or num_gpus // replicas // cp > 1
     )
 
 
@@ -90,6 +93,7 @@ LEVERS: tuple[Lever, ...] = (
         dimension="loss",
         settings=lambda _spec, _gpus: ({"loss": "chunked"},),
         is_default=True,
+        has_alternative=False,
         is_on=lambda _, plan: plan.loss == "chunked",
     ),
     Lever(
@@ -215,14 +219,13 @@ LEVERS: tuple[Lever, ...] = (
         is_on=lambda _, plan: plan.cp_size > 1 and plan.cp_comm_strategy == "alltoall",
     ),
     Lever(
-        id="fused-optimizer",
-        summary="Updates each weight in one kernel, without temporaries of the size of all weights.",
+        id="unfused-optimizer",
+        summary="Updates all weights as one list instead of each in one kernel; nothing is gained by it.",
         changes="optim",
-        costs="nothing; the default of transformers",
+        costs="temporaries of the size of all weights, more memory traffic",
         dimension="optimizer",
-        settings=lambda _spec, _gpus: ({"optim": "adamw_torch_fused"},),
-        is_default=True,
-        is_on=lambda _, plan: plan.optim == "adamw_torch_fused",
+        settings=lambda _spec, _gpus: ({"optim": "adamw_torch"},),
+        is_on=lambda _, plan: plan.optim == "adamw_torch",
     ),
     Lever(
         id="sequence-parallel",

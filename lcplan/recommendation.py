@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from math import lcm
 from typing import Any, Literal
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import longest_reach, resolve_rope
-from lcplan.search import Candidate, Lattice, Prices, host_fits, lattice
+from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
 from lcplan.units import ByteUnits, format_bytes
 
@@ -142,11 +143,12 @@ class _Search:
     def answer(self) -> Recommendation:
         """The whole answer."""
         num_gpus, length = self.goal.num_gpus, self.goal.max_length
+        counts = self._counts(num_gpus)
         if self.goal.min_gpus:
-            num_gpus = next((n for n in self._gpu_counts() if self._any_fits(n)), num_gpus)
+            counts = next(((n,) for n in counts if self._any_fits((n,))), counts)
         if length is None:
-            length = self._longest(num_gpus)
-        plans = self._lattice(num_gpus, length)
+            length = self._longest(counts)
+        plans = self._lattice(counts, length)
         pareto = self._pareto(plans)
         best = self._best(plans)
         searched = len(plans.candidates)
@@ -173,9 +175,14 @@ class _Search:
             changes=tuple(self._changes(ranked.report, num_gpus)),
         )
 
-    def _lattice(self, num_gpus: int, length: int, **fixed: Any) -> Lattice:
+    def _counts(self, most: int) -> tuple[int, ...]:
+        """Numbers of GPUs to try; what the user said of a node is taken for all of them."""
+        node = int(self.fixed.get("gpus_per_node", self.gpu.gpus_per_node))
+        return gpu_counts(most, max(node, 1)) if "gpus_per_node" not in self.fixed else (most,)
+
+    def _lattice(self, counts: Sequence[int], length: int, **fixed: Any) -> Lattice:
         resolve_rope(self.spec, length, str(self.fixed.get("rope", "auto")))
-        found = lattice(self.spec, self.gpu, num_gpus, length, self.fixed | fixed)
+        found = lattice(self.spec, self.gpu, counts, length, self.fixed | fixed)
         if not found.candidates:
             raise _most_telling(found.refusals)
         return found
@@ -196,11 +203,14 @@ class _Search:
 
     # Lengths and numbers of GPUs
 
-    def _longest(self, num_gpus: int) -> int:
+    def _longest(self, counts: Sequence[int]) -> int:
         """The largest max_length at which a plan fits; the shortest legal one where none does."""
         reach = longest_reach(self.spec, str(self.fixed.get("rope", "auto")), MAX_TOKENS)
         batch = int(self.fixed.get("per_device_train_batch_size", 1))
-        base = lattice(self.spec, self.gpu, num_gpus, 2 * num_gpus, self.fixed | {"rope": "none"})
+        multiple = 2 * lcm(*counts)
+        if multiple > MAX_TOKENS:
+            counts, multiple = counts[-1:], 2 * counts[-1]
+        base = lattice(self.spec, self.gpu, counts, multiple, self.fixed | {"rope": "none"})
         if not base.candidates:
             raise _most_telling(base.refusals)
         best = 0
@@ -209,7 +219,7 @@ class _Search:
         if best == 0:
             raise PlanError(
                 "nothing-fits",
-                f"No combination of levers fits {self.spec.id} on {num_gpus} x {self.gpu.id} at any length. Use more "
+                f"No combination of levers fits {self.spec.id} on {counts[-1]} x {self.gpu.id} at any length. Use more "
                 "GPUs, a larger one, or a smaller model.",
             )
         return best
@@ -245,17 +255,11 @@ class _Search:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low * multiple
 
-    def _gpu_counts(self, most: int | None = None) -> Iterator[int]:
-        """Numbers of GPUs that make whole nodes, ascending."""
-        limit, node = most or self.goal.num_gpus, self.gpu.gpus_per_node
-        yield from range(1, min(node, limit) + 1)
-        yield from range(2 * node, limit + 1, node)
-
-    def _any_fits(self, num_gpus: int, **fixed: Any) -> bool:
+    def _any_fits(self, counts: Sequence[int], **fixed: Any) -> bool:
         if self.goal.max_length is None:
             return True
         try:
-            plans = self._lattice(num_gpus, self.goal.max_length, **fixed)
+            plans = self._lattice(counts, self.goal.max_length, **fixed)
         except PlanError:
             return False
         return any(self.prices.fits(candidate) for candidate in reversed(plans.candidates))
@@ -279,7 +283,7 @@ class _Search:
         return tuple(
             ParetoPoint(
                 levers=active_levers(self.spec, row.plan),
-                plan={name: getattr(row.plan, name) for name in SEARCHED},
+                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)},
                 device_peak_bytes=self.prices.device_peak(row.plan),
                 step_time_s=row.seconds_per_token * row.plan.tokens_per_step if timed else None,
                 relative_time=row.seconds_per_token / fastest,
@@ -329,19 +333,19 @@ class _Search:
         length = self.goal.max_length
         if length is None:
             return
-        most = self.gpu.gpus_per_node * MOST_NODES
-        more = next((n for n in self._gpu_counts(most) if n > num_gpus and self._any_fits(n)), None)
+        beyond = (n for n in gpu_counts(self.gpu.gpus_per_node * MOST_NODES, self.gpu.gpus_per_node) if n > num_gpus)
+        more = next((n for n in beyond if self._any_fits((n,))), None)
         if more is not None:
             yield f"{more - num_gpus} more {self.gpu.id} ({more} in all)"
         with suppress(PlanError):
-            yield f"max_length {self._longest(num_gpus):,}"
+            yield f"max_length {self._longest((num_gpus,)):,}"
         for id in _larger(self.gpu):
             larger = load_gpu(id)
             goal = self.goal.model_copy(update={"gpu": id, "headroom_bytes": None})
-            if _Search(self.spec, goal, larger, self.units)._any_fits(num_gpus):
+            if _Search(self.spec, goal, larger, self.units)._any_fits((num_gpus,)):
                 yield f"{num_gpus} x {id}"
                 break
-        if "lora_r" not in self.fixed and self._any_fits(num_gpus, lora_r=LORA_RANK):
+        if "lora_r" not in self.fixed and self._any_fits((num_gpus,), lora_r=LORA_RANK):
             yield f"LoRA of rank {LORA_RANK} (--lora-r {LORA_RANK}): another training, only adapters learn"
 
 

@@ -61,6 +61,8 @@ def dimensions(spec: ModelSpec, num_gpus: int, fixed: Setting) -> list[list[_Cho
     """For each dimension what can be chosen; what the user fixed is the only choice there."""
     found: dict[str, list[_Choice]] = {name: [_Choice(None, off)] for name, off in OFF.items()}
     for lever in LEVERS:
+        if not lever.has_alternative:
+            found[lever.dimension] = []
         choices = [_Choice(lever, setting) for setting in lever.settings(spec, num_gpus)]
         if choices:
             found.setdefault(lever.dimension, []).extend(choices)
@@ -75,22 +77,28 @@ def _agreeing(choices: list[_Choice], fixed: Setting) -> list[_Choice]:
     return kept or [_Choice(None, {})]
 
 
-def lattice(spec: ModelSpec, gpu: GpuSpec, num_gpus: int, max_length: int, fixed: Setting) -> Lattice:
-    """Every legal plan, in order of time a token."""
+def gpu_counts(most: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Numbers of GPUs, ascending to ``most``, that fill a part of one node or several whole ones."""
+    return (*range(1, min(gpus_per_node, most) + 1), *range(2 * gpus_per_node, most + 1, gpus_per_node))
+
+
+def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: int, fixed: Setting) -> Lattice:
+    """Every legal plan on one of these numbers of GPUs, in order of time a token."""
     timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
     found: list[Candidate] = []
     refusals: list[PlanError] = []
-    given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
-    for levers, settings in _classes(spec, num_gpus, fixed):
-        try:
-            first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
-            check_covered(spec, first)
-        except PlanError as error:
-            refusals.append(error)
-            continue
-        for setting in settings:
-            plan = first if setting is settings[0] else first.model_copy(update=setting)
-            found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
+    for num_gpus in counts:
+        given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
+        for levers, settings in _classes(spec, num_gpus, fixed):
+            try:
+                first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
+                check_covered(spec, first)
+            except PlanError as error:
+                refusals.append(error)
+                continue
+            for setting in settings:
+                plan = first if setting is settings[0] else first.model_copy(update=setting)
+                found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
     found.sort(key=lambda candidate: candidate.order)
     return Lattice(tuple(found), tuple(refusals))
 

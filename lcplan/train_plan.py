@@ -120,7 +120,8 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
                 "unknown-field", f"{name} is no field of a plan. Fields: {', '.join(TrainPlan.model_fields)}."
             ) from None
         raise PlanError("bad-value", f"{name} {first.get('input')!r}: {first['msg']}.") from None
-    for check in (_check_sizes, _check_parallelism, _check_length, _check_model, _check_levers):
+    checks = (_check_sizes, _check_parallelism, _check_ulysses_levers, _check_length, _check_model, _check_levers)
+    for check in checks:
         check(spec, plan)
     return plan, tuple(assumptions)
 
@@ -223,6 +224,13 @@ def _check_parallelism(spec: ModelSpec, plan: TrainPlan) -> None:
             f"x sp_size {plan.sp_size} = {product}, but --num-gpus is {plan.num_gpus}: the product must equal it. "
             f"Sizes that divide {plan.num_gpus}: {', '.join(map(str, legal[:12]))}.",
         )
+    if plan.backend == "fsdp2" and plan.dp_replicate_size > 1 and plan.dp_shard_size == 1:
+        raise PlanError(
+            "replicas-without-shards",
+            f"--dp-replicate-size {plan.dp_replicate_size} with --dp-shard-size 1: accelerate keeps replicas only of "
+            "what FSDP2 shards over dp_shard_size, and refuses this. Use a --dp-shard-size of at least 2, or "
+            "--dp-replicate-size 1.",
+        )
     if plan.sp_size > 1:
         _check_ulysses(spec, plan)
 
@@ -239,6 +247,30 @@ def _check_ulysses(spec: ModelSpec, plan: TrainPlan) -> None:
             "sp-heads",
             f"--sp-size {plan.sp_size} does not divide {spec.id}'s {heads} query and {kv} key/value heads. "
             f"Legal sizes: {sizes}.",
+        )
+
+
+def _check_ulysses_levers(spec: ModelSpec, plan: TrainPlan) -> None:
+    """What attention Ulysses can run: a rank has all tokens of some heads."""
+    if plan.sp_size == 1:
+        return
+    if "linear_attention" in spec.layer_types:
+        raise PlanError(
+            "sp-layer-types",
+            f"--sp-size {plan.sp_size} with {spec.id}: its linear-attention layers would restart their state on every "
+            "rank, with wrong gradients behind plausible outputs. Use --sp-size 1.",
+        )
+    if plan.attn_implementation == "eager":
+        raise PlanError(
+            "sp-attention",
+            f"--attn-implementation eager with --sp-size {plan.sp_size}: Ulysses needs a kernel. Use "
+            "--attn-implementation flash_attention_2, or sdpa.",
+        )
+    if plan.packing and plan.attn_implementation != "flash_attention_2":
+        raise PlanError(
+            "sp-packing",
+            f"--packing with --sp-size {plan.sp_size} and --attn-implementation {plan.attn_implementation}: it would "
+            "attend across the samples of a row. Use --attn-implementation flash_attention_2, or --no-packing.",
         )
 
 

@@ -292,7 +292,7 @@ def _gpus_table(recommendation: Recommendation, units: ByteUnits) -> Table:
 
 def _plan_words(plan: dict[str, Any]) -> str:
     """The searched fields of a plan that differ from its simplest form, in short."""
-    words = [f"cp {plan['cp_size']}", f"shard {plan['dp_shard_size']}"]
+    words = [f"{plan['num_gpus']} GPUs: cp {plan['cp_size']}", f"shard {plan['dp_shard_size']}"]
     if plan["dp_replicate_size"] > 1:
         words.append(f"replicate {plan['dp_replicate_size']}")
     every = plan["checkpoint_every_n_layers"]
