@@ -12,13 +12,14 @@ from pydantic import Field
 from lcplan._record import Record
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
+from lcplan.estimators import step_time
 from lcplan.explanation import LeftOut, Step, binding, left_out, reasons, short_of, waterfall
 from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import longest_reach, resolve_rope
-from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice
+from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice, order_words
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
 from lcplan.units import ByteUnits, format_bytes
 
@@ -94,6 +95,8 @@ class Recommendation(Record):
     binding: str
     headroom_bytes: int
     """What was asked to stay free."""
+    order: str
+    """Whose kernel rates put the plans in order of time."""
     pareto: tuple[ParetoPoint, ...] = ()
     nearest: RankedPlan | None = None
     changes: tuple[str, ...] = ()
@@ -160,6 +163,7 @@ class _Search:
                 searched=searched,
                 binding=binding(ranked.report, self.units),
                 headroom_bytes=self.headroom or 0,
+                order=order_words(self.gpu),
                 pareto=self._points(pareto, plans, best),
             )
         missed = best or pareto[-1]
@@ -170,6 +174,7 @@ class _Search:
             searched=searched,
             binding=binding(ranked.report, self.units),
             headroom_bytes=self.headroom or 0,
+            order=order_words(self.gpu),
             pareto=self._points(pareto, plans, None),
             nearest=ranked,
             changes=tuple(self._changes(ranked.report, num_gpus)),
@@ -279,7 +284,7 @@ class _Search:
     def _points(self, front: list[Candidate], plans: Lattice, chosen: Candidate | None) -> tuple[ParetoPoint, ...]:
         rows = sorted({*_thinned(front, PARETO_ROWS), *([chosen] if chosen else [])}, key=lambda c: c.order)
         fastest = plans.candidates[0].seconds_per_token
-        timed = self.gpu.kernel_rates is not None
+        timed = plans.candidates and step_time.refusal(self.spec, plans.candidates[0].plan, self.gpu) is None
         return tuple(
             ParetoPoint(
                 levers=active_levers(self.spec, row.plan),

@@ -134,6 +134,15 @@ def ordering_rates(gpu: GpuSpec) -> KernelRates:
     return gpu.kernel_rates or scale_rates(gpu, load_gpu(ORDER_BY))
 
 
+def order_words(gpu: GpuSpec) -> str:
+    """Whose rates put the plans of a GPU in order."""
+    rates = ordering_rates(gpu)
+    if not rates.scaled:
+        return f"kernel rates measured on {gpu.id}"
+    note = "" if gpu.kernel_rates else ", for the order of the plans alone"
+    return f"kernel rates of {rates.measured_on} by the ratio of the spec sheets{note}"
+
+
 class Prices:
     """Peaks of plans of one model, with what they share."""
 

@@ -201,7 +201,11 @@ class Work(NamedTuple):
 
 
 class StepTimer:
-    """Times plans of one model on one GPU; what depends on both alone is worked out once."""
+    """Times plans of one model on one GPU; what depends on both alone is worked out once.
+
+    Where ``refusal`` finds something, the nearest known figure stands in (another head_dim, Llama's traffic, the most
+    passes): good for the order of plans, which all share it, and never printed.
+    """
 
     def __init__(self, spec: ModelSpec, gpu: GpuSpec, rates: KernelRates) -> None:
         self.spec, self.gpu, self.rates = spec, gpu, rates
@@ -216,6 +220,9 @@ class StepTimer:
         attention = spec.hidden_size * (2 * self.query + 2 * self.key)
         self.active = spec.num_hidden_layers * (attention + 3 * spec.hidden_size * self.mlp + router)
         self.head = spec.hidden_size * spec.vocab_size
+        nearest = min(rates.attention_forward_flops, key=lambda known: abs(known - spec.head_dim))
+        self.forward_flops = rates.attention_forward_flops[nearest]
+        self.backward_flops = rates.attention_backward_flops[nearest]
         self.num_parameters = spec.num_parameters
         self._known: dict[tuple[object, ...], Work] = {}
         self.network_bandwidth = gpu.network_bandwidth or gpu.link_bandwidth
@@ -277,11 +284,10 @@ class StepTimer:
         return share, 0.0 if plan.activation_checkpointing == "selective" else share
 
     def _attention_seconds(self, plan: TrainPlan, recomputed: float) -> float:
-        spec, rates, d = self.spec, self.rates, self.spec.head_dim
-        one = attention_flops(length=plan.max_length, heads=spec.num_attention_heads, head_dim=d)
+        spec = self.spec
+        one = attention_flops(length=plan.max_length, heads=spec.num_attention_heads, head_dim=spec.head_dim)
         flops = one * spec.num_hidden_layers * plan.per_device_train_batch_size / (plan.cp_size * plan.sp_size)
-        forward = (1 + recomputed) * flops / rates.attention_forward_flops[d]
-        return forward + ATTENTION_BACKWARD * flops / rates.attention_backward_flops[d]
+        return (1 + recomputed) * flops / self.forward_flops + ATTENTION_BACKWARD * flops / self.backward_flops
 
     def _linear_seconds(self, plan: TrainPlan, recomputed: float) -> float:
         backward = 1 if plan.lora_r else 2
@@ -307,7 +313,7 @@ class StepTimer:
         sizes = {
             "hidden_size": spec.hidden_size, "mlp_size": self.mlp, "query_size": self.query, "key_size": self.key,
         }  # fmt: skip
-        ahead, back = (WIDE_TRAFFIC if wide else TRAFFIC)[spec.model_type]
+        ahead, back = WIDE_TRAFFIC.get(spec.model_type, _LLAMA_WIDE) if wide else TRAFFIC.get(spec.model_type, _LLAMA)
         forward = elementwise_bytes(traffic=ahead, **sizes)
         backward = elementwise_bytes(traffic=back, **sizes)
         if spec.moe is not None:
@@ -363,8 +369,8 @@ class StepTimer:
         wide = plan.lora_r or plan.backend == "fsdp2" or plan.dtype == "float32"
         own = self._trainable(plan) / plan.shard_size
         if plan.offload_params:
-            return own * HOST_OPTIMIZER_S[plan.optim]
-        passes = OPTIMIZER_PASSES[plan.optim] + CLIPPING_PASSES
+            return own * HOST_OPTIMIZER_S.get(plan.optim, max(HOST_OPTIMIZER_S.values()))
+        passes = OPTIMIZER_PASSES.get(plan.optim, max(OPTIMIZER_PASSES.values())) + CLIPPING_PASSES
         return own * (weights.FP32_BYTES if wide else weights.BF16_BYTES) * passes / self.rates.memory_bytes
 
     def _trainable(self, plan: TrainPlan) -> int:

@@ -233,6 +233,8 @@ def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, co
         say(line)
     asked = f"{format_bytes(recommendation.headroom_bytes, units)} asked to stay free"
     say(f"binding: {recommendation.binding}; {recommendation.searched:,} plans searched, {asked}")
+    if report.step_time is None:
+        say(f"times are compared by {recommendation.order}")
     if recommendation.changes:
         miss, *changes = recommendation.changes
         say(f"{miss} " + (f"What would make it fit: {'; or '.join(changes)}." if changes else ""))
