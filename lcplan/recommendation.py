@@ -335,9 +335,10 @@ class _Search:
             yield f"A checkpoint takes {needed} of disk, and {there} are there."
             return
         yield short_of(missed, self.prices.room, self.units)
-        length = self.goal.max_length
-        if length is None:
+        if self.goal.max_length is None:
             return
+        if missed.fits:
+            yield f"a headroom of {format_bytes(missed.headroom_bytes, self.units)} (--headroom)"
         beyond = (n for n in gpu_counts(self.gpu.gpus_per_node * MOST_NODES, self.gpu.gpus_per_node) if n > num_gpus)
         more = next((n for n in beyond if self._any_fits((n,))), None)
         if more is not None:

@@ -56,6 +56,7 @@ MFU_CONVENTION = (
     "forward and twice that for the backward, without recomputation; causal attention counted by half; active experts "
     "only; over the spec sheet's dense bf16 peak"
 )
+"""As PaLM's appendix B counts it (arXiv:2204.02311), but for the mask, which that leaves in."""
 
 
 class Traffic(NamedTuple):

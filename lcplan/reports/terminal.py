@@ -226,7 +226,8 @@ def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, co
         return
     report = ranked.report
     if not recommendation.plans:
-        say("NOTHING FITS. The nearest miss:", style="bold")
+        spare = f" with {format_bytes(recommendation.headroom_bytes, units)} to spare" if report.fits else ""
+        say(f"NOTHING FITS{spare}. The nearest miss:", style="bold")
     say(answer(report, units).partition(" Try:")[0], style="bold")
     say(time_line(report))
     if line := budget_line(report):
