@@ -151,7 +151,7 @@ def test_nothing_fits_and_what_would() -> None:
     assert not answer.nearest.report.fits
     assert answer.nearest.report.dominant.key in answer.binding
     miss, *changes = answer.changes
-    assert "GiB short in the backward of the MLP of the first layer" in miss
+    assert "GiB short in the backward of the MLP of the last layer" in miss
     more = next(int(change.split()[0]) for change in changes if "more h100-80gb" in change)
     assert ask(spec, H100, max_length=2**20, num_gpus=2 + more).plans
     assert not ask(spec, H100, max_length=2**20, num_gpus=1 + more).plans
