@@ -45,7 +45,7 @@ class Goal(Record):
     min_gpus: bool = False
     """Take as few of ``num_gpus`` as will do."""
     headroom_bytes: int | None = Field(default=None, ge=0)
-    """What must stay free on a GPU; None: a twentieth under ``fastest`` with a length, else nothing."""
+    """What must stay free on a GPU; None: a twentieth under ``fastest`` with a length where that can be had."""
     disk_bytes: int | None = Field(default=None, gt=0)
     """What a checkpoint may take."""
     price_per_hour: float | None = Field(default=None, gt=0)
@@ -154,6 +154,9 @@ class _Search:
         plans = self._lattice(counts, length)
         pareto = self._pareto(plans)
         best = self._best(plans)
+        if best is None and self.goal.headroom_bytes is None and self.headroom:
+            self.headroom, self.prices.room = 0, self.gpu.usable_bytes  # a wish, where nobody asked for it
+            best = self._best(plans)
         searched = len(plans.candidates)
         if best is not None and self._disk_fits(best.plan):
             ranked = self._ranked(best, plans)

@@ -161,10 +161,14 @@ def test_nothing_fits_and_what_would() -> None:
 
 
 def test_a_miss_by_the_headroom_alone_says_so() -> None:
-    answer = ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**20, num_gpus=4)
+    spec = load_model("Qwen/Qwen3-8B")
+    answer = ask(spec, H100, max_length=2**20, num_gpus=4, headroom_bytes=4 * GIB)
     assert answer.plans == ()
     assert answer.nearest is not None
     assert answer.nearest.report.fits
+    unasked = ask(spec, H100, max_length=2**20, num_gpus=4)
+    assert unasked.headroom_bytes == 0, "5% are a wish only"
+    assert unasked.plans[0].report.fits
     assert answer.changes[1].startswith("a headroom of 3.7")
 
 

@@ -40,7 +40,7 @@ def command(
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Take as few of --num-gpus as will do.")] = False,
     headroom: Annotated[
         str | None,
-        typer.Option(help="Memory that must stay free on a GPU; 5% of it for the fastest plan, else nothing."),
+        typer.Option(help="Memory that must stay free on a GPU; if not given 5%, where the fastest plan can have it."),
     ] = None,
     disk: Annotated[str | None, typer.Option(help="Disk that a checkpoint may take, such as 200GB.")] = None,
     price: Annotated[
