@@ -144,8 +144,10 @@ def _why_not(lever: Lever, spec: ModelSpec, chosen: Candidate, plans: Lattice, p
     plan = chosen.plan
     if lever.id == "yarn":
         return explain_rope(spec, resolve_rope(spec, plan.max_length, plan.rope), plan.max_length)
+    if lever.not_searched:
+        return f"not searched: {lever.not_searched}"
     if not lever.settings(spec, plan.num_gpus):
-        return f"not searched: {lever.costs}" if lever.dimension != "gpus" else "there is one GPU"
+        return "there is one GPU"
     others = {id for id in chosen.levers if BY_ID[id].dimension != lever.dimension}
     wanted = frozenset(others | {lever.id})
     alternatives = [candidate for candidate in plans.candidates if candidate.levers == wanted]

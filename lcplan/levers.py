@@ -41,6 +41,8 @@ class Lever(Record):
     dimension: str
     settings: Callable[[ModelSpec, int], tuple[Setting, ...]] = _no_settings
     """What the search tries, for a model and a number of GPUs; nothing where a lever is the user's to decide."""
+    not_searched: str = ""
+    """Why the search leaves it alone."""
     settings_alike: bool = False
     """Every setting is legal where the first is."""
     is_default: bool = False
@@ -103,6 +105,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="no memory, no time",
         needs="a model that does not scale already; set before the model is built",
         dimension="rope",
+        not_searched="it follows the length",
         is_on=_scales,
     ),
     Lever(
@@ -235,6 +238,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="DeepSpeed; a size that divides the heads (lcplan estimate lists them)",
         excludes=("context-parallel",),
         dimension="sequence",
+        not_searched="the formulas do not cover DeepSpeed",
         is_on=lambda _, plan: plan.sp_size > 1,
     ),
     Lever(
@@ -243,6 +247,7 @@ LEVERS: tuple[Lever, ...] = (
         changes="mlp_tile_size",
         costs="a patch of the model; the MLP is computed once more",
         dimension="mlp",
+        not_searched="no job is generated with tiles, and the formulas do not cover them",
         is_on=lambda _, plan: plan.mlp_tile_size is not None,
     ),
     Lever(
@@ -253,6 +258,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="peft",
         excludes=("offload-params", "replicas", "selective-checkpointing"),
         dimension="training",
+        not_searched="it changes what is trained; ask for it with --lora-r",
         is_on=lambda _, plan: plan.lora_r is not None,
     ),
     Lever(
@@ -263,6 +269,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="bitsandbytes, lora",
         requires=("lora",),
         dimension="quantization",
+        not_searched="it changes what is trained; ask for it with --quantize nf4",
         is_on=lambda _, plan: plan.quantize == "nf4",
     ),
     Lever(
@@ -273,6 +280,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="an attention kernel for rows of several samples",
         excludes=("context-parallel",),
         dimension="rows",
+        not_searched="a matter of the data; ask for it with --packing",
         is_on=lambda _, plan: plan.packing,
     ),
 )

@@ -253,6 +253,7 @@ def test_the_table_is_closed() -> None:
         assert set(lever.requires) <= ids
         assert lever.summary
         assert lever.costs
+        assert bool(lever.not_searched) == (not lever.settings(tiny_spec(), 4)), "searched, or not and why"
         assert all(field in TrainPlan.model_fields for field in lever.changes.split(", "))
     assert set(OFF) <= {lever.dimension for lever in LEVERS}
     assert conflict(frozenset({"packing", "context-parallel"})) is not None

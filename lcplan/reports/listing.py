@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from lcplan import catalog
 from lcplan.hardware import load_gpu
@@ -68,17 +70,17 @@ def print_presets() -> None:
 
 
 def print_levers() -> None:
-    """Every lever, what it does, what it changes, needs, costs and excludes."""
-    rows = [
-        (
-            lever.id,
-            lever.summary,
-            lever.changes,
-            "; ".join(filter(None, (lever.needs, " or ".join(lever.requires)))),
-            lever.costs,
-            ", ".join(excluded(lever)),
-        )
-        for lever in LEVERS
-    ]
-    columns = ("lever", "what it does", "sets", "needs", "costs", "does not go with")
-    _show(dict.fromkeys(columns, False), rows)
+    """Every lever: what it does, which fields it sets, what it needs, costs and does not go with."""
+    out = Console()
+    for lever in LEVERS:
+        out.print(f"{lever.id}: {lever.summary}", highlight=False, markup=False)
+        facts = {
+            "sets": lever.changes,
+            "needs": "; ".join(filter(None, (lever.needs, " or ".join(lever.requires)))),
+            "costs": lever.costs,
+            "does not go with": ", ".join(excluded(lever)),
+            "not searched": lever.not_searched,
+        }
+        for name, fact in facts.items():
+            if fact:
+                out.print(Padding(Text(f"{name}: {fact}"), (0, 0, 0, 4)))
