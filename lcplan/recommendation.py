@@ -97,6 +97,8 @@ class Recommendation(Record):
     """What was asked to stay free."""
     order: str
     """Whose kernel rates put the plans in order of time."""
+    fewer_gpus: str | None = None
+    """Where the plan leaves GPUs idle that nobody asked to save: why."""
     pareto: tuple[ParetoPoint, ...] = ()
     nearest: RankedPlan | None = None
     changes: tuple[str, ...] = ()
@@ -167,6 +169,7 @@ class _Search:
                 binding=binding(ranked.report, self.units),
                 headroom_bytes=self.headroom or 0,
                 order=order_words(self.gpu),
+                fewer_gpus=self._fewer_gpus(best, plans),
                 pareto=self._points(pareto, plans, best),
             )
         missed = best or pareto[-1]
@@ -178,6 +181,7 @@ class _Search:
             binding=binding(ranked.report, self.units),
             headroom_bytes=self.headroom or 0,
             order=order_words(self.gpu),
+            fewer_gpus=self._fewer_gpus(missed, plans),
             pareto=self._points(pareto, plans, None),
             nearest=ranked,
             changes=tuple(self._changes(ranked.report, num_gpus)),
@@ -204,6 +208,16 @@ class _Search:
             if not self.prices.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan):
                 best = self.prices.device_peak(candidate.plan), candidate
         return best and best[1]
+
+    def _fewer_gpus(self, best: Candidate, plans: Lattice) -> str | None:
+        used, there = best.plan.num_gpus, self.goal.num_gpus
+        if used == there or self.goal.min_gpus:
+            return None
+        start = f"{used} of {there} GPUs"
+        if any(candidate.plan.num_gpus == there for candidate in plans.candidates):
+            return f"{start}: no plan on all of them is as good"
+        on_all = lattice(self.spec, self.gpu, (there,), best.plan.max_length, self.fixed)
+        return f"{start}: {_most_telling(on_all.refusals).message}"
 
     def _disk_fits(self, plan: TrainPlan) -> bool:
         asked = self.goal.disk_bytes

@@ -78,8 +78,13 @@ def _agreeing(choices: list[_Choice], fixed: Setting) -> list[_Choice]:
 
 
 def gpu_counts(most: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Numbers of GPUs, ascending to ``most``, that fill a part of one node or several whole ones."""
-    return (*range(1, min(gpus_per_node, most) + 1), *range(2 * gpus_per_node, most + 1, gpus_per_node))
+    """Numbers of GPUs to try, ascending: any part of a node, 2, 4, 8 and so on whole ones, and all of them."""
+    counts = [*range(1, min(gpus_per_node, most) + 1)]
+    nodes = 2
+    while nodes * gpus_per_node < most:
+        counts.append(nodes * gpus_per_node)
+        nodes *= 2
+    return (*counts, most) if most > gpus_per_node else tuple(counts)
 
 
 def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: int, fixed: Setting) -> Lattice:

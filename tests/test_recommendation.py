@@ -186,6 +186,15 @@ def test_a_length_that_eight_gpus_cannot_cut_takes_fewer() -> None:
     assert plan.cp_size == plan.num_gpus == 6
 
 
+def test_idle_gpus_are_explained(guide: Recommendation) -> None:
+    assert guide.fewer_gpus is None
+    uneven = ask(load_model("Qwen/Qwen3-8B"), H100, max_length=786_444, num_gpus=8)
+    assert uneven.fewer_gpus == "6 of 8 GPUs: no plan on all of them is as good"
+    shallow = load_model("Qwen/Qwen3-30B-A3B").config | {"num_hidden_layers": 4}
+    experts = ask(ModelSpec.from_config(shallow, "shallow"), H100, max_length=4096, num_gpus=8)
+    assert str(experts.fewer_gpus).startswith("1 of 8 GPUs: qwen3_moe with --backend fsdp2")
+
+
 def test_smallest() -> None:
     spec = load_model("Qwen/Qwen3-4B")
     fast, small = (ask(spec, H100, max_length=2**16, num_gpus=4, objective=o) for o in ("fastest", "smallest"))

@@ -75,6 +75,14 @@ def test_the_lattice_is_what_a_user_could_type(num_gpus: int, length: int) -> No
     assert mine == {searched(plan) for plan in brute_force(spec, H100, num_gpus, length)}
 
 
+def test_numbers_of_gpus_that_are_tried() -> None:
+    assert gpu_counts(1, 8) == (1,)
+    assert gpu_counts(6, 8) == (1, 2, 3, 4, 5, 6)
+    assert gpu_counts(8, 8) == (*range(1, 9),)
+    assert gpu_counts(16, 8) == (*range(1, 9), 16)
+    assert gpu_counts(40, 8) == (*range(1, 9), 16, 32, 40)
+
+
 def test_eight_gpus_have_more_than_five_thousand_plans_each_one_once() -> None:
     spec = load_model("Qwen/Qwen3-8B")
     candidates = lattice(spec, H100, gpu_counts(8, 8), 2**20, {}).candidates

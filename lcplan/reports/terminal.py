@@ -234,6 +234,8 @@ def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, co
         say(line)
     asked = f"{format_bytes(recommendation.headroom_bytes, units)} asked to stay free"
     say(f"binding: {recommendation.binding}; {recommendation.searched:,} plans searched, {asked}")
+    if recommendation.fewer_gpus:
+        say(recommendation.fewer_gpus)
     if report.step_time is None:
         say(f"times are compared by {recommendation.order}")
     if recommendation.changes:
