@@ -33,7 +33,7 @@ from lcplan.units import ceil_div
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
     "growth of NCCL's buffers beyond two ranks",
-    "evaluation and the gathering of a full model while saving",
+    "the host copy of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )
 
@@ -51,6 +51,20 @@ def _version(name: str) -> str | None:
 def installed_stack() -> dict[str, str | None]:
     """Versions of the training stack in this environment; None where a package is missing."""
     return {name: _version(name) for name in STACK}
+
+
+def need_train_extra(why: str) -> None:
+    """Refuse to go on without the training stack.
+
+    Raises:
+        EnvironmentProblem: naming what is missing.
+    """
+    missing = [name for name, version in installed_stack().items() if version is None]
+    if missing:
+        raise EnvironmentProblem(
+            "missing-extra",
+            f"{why}, and {', '.join(missing)} is not installed. Install it: pip install 'lcplan[train]'",
+        )
 
 
 def lcplan_version() -> str:
@@ -78,13 +92,7 @@ def estimate_by_trace(
         EnvironmentProblem: when the train extra is missing or the modeling code cannot be traced.
         PlanError: when the plan holds what is not traced, or the rotary scaling is impossible.
     """
-    missing = [name for name, version in installed_stack().items() if version is None]
-    if missing:
-        raise EnvironmentProblem(
-            "missing-extra",
-            f"--method trace runs the training code, and {', '.join(missing)} is not installed. Install it: "
-            "pip install 'lcplan[train]'",
-        )
+    need_train_extra("--method trace runs the training code")
     from lcplan.tracing.trace import trace
 
     return _report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
@@ -129,7 +137,7 @@ def _report(
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
-        not_modelled=NOT_MODELLED,
+        not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
     )
 
 

@@ -13,12 +13,11 @@ from pydantic import Field, ValidationError
 
 from lcplan._record import Record
 from lcplan.errors import PlanError
-from lcplan.model_families import FAMILIES
 from lcplan.model_spec import ModelSpec
 
-Backend = Literal["single", "fsdp2", "deepspeed"]
+Backend = Literal["single", "ddp", "fsdp2", "deepspeed"]
 Dtype = Literal["bfloat16", "float32"]
-Loss = Literal["chunked", "full"]
+Loss = Literal["chunked", "chunked-256", "full"]
 ActivationCheckpointing = Literal["full", "selective", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 CommStrategy = Literal["allgather", "alltoall"]
@@ -31,6 +30,8 @@ class TrainPlan(Record):
     """Tokens of one sequence over all GPUs."""
     per_device_train_batch_size: int = Field(default=1, gt=0)
     """Sequences a data-parallel rank holds in one micro step."""
+    per_device_eval_batch_size: int | None = Field(default=None, gt=0)
+    """Whole sequences that every rank evaluates at once; None: no evaluation (transformers' own default is 8)."""
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     gpu: str
     """GPU id of the catalog."""
@@ -49,6 +50,9 @@ class TrainPlan(Record):
     """Type the weights are loaded in; FSDP2 keeps trainable masters in float32 either way."""
     optim: str = "adamw_torch_fused"
     loss: Loss = "chunked"
+    """``chunked`` is TRL's since 1.15, ``chunked-256`` that of 1.13 and 1.14; ``full`` keeps all logits."""
+    scored_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the tokens that have a label: less than 1 where prompts are masked (completion_only_loss)."""
     activation_checkpointing: ActivationCheckpointing = "full"
     checkpoint_every_n_layers: int = Field(default=1, gt=0)
     offload_activations: bool = False
@@ -56,10 +60,22 @@ class TrainPlan(Record):
     activation_offloading: bool = False
     """TRL's own offloading of saved tensors, on a side stream; offload_activations is transformers'."""
     offload_params: bool = False
+    reshard_after_forward: bool = True
+    """FSDP2 frees the gathered weights of a layer after its forward and gathers them again in the backward."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """DeepSpeed: optimizer states are sharded (1), gradients too (2), parameters too (3)."""
+    offload_optimizer: bool = False
+    """DeepSpeed: optimizer states, and the update, are on the host."""
     mlp_tile_size: int | None = Field(default=None, gt=0)
     lora_r: int | None = Field(default=None, gt=0)
     lora_target_modules: str = "all-linear"
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     quantize: Literal["none", "nf4"] = "none"
+    """Frozen base weights in bitsandbytes' 4-bit NormalFloat with double quantisation (QLoRA)."""
+    freeze_embeddings: bool = False
+    freeze_head: bool = False
+    padding: bool = False
+    """Rows are padded to max_length, so that attention gets a mask of every pair of positions."""
     attn_implementation: AttnImplementation = "sdpa"
     rope: str = "auto"
     """``auto``, ``none`` or ``yarn:FACTOR``."""
@@ -109,7 +125,7 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
         PlanError: impossible sizes, or a combination that the training stack refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    assumptions = _fill(values, usual_gpus_per_node, sdpa=_has_sdpa(spec))
+    assumptions = _fill(values, usual_gpus_per_node, sdpa=spec.has_sdpa)
     try:
         plan = TrainPlan(**values)
     except ValidationError as error:
@@ -120,18 +136,16 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
                 "unknown-field", f"{name} is no field of a plan. Fields: {', '.join(TrainPlan.model_fields)}."
             ) from None
         raise PlanError("bad-value", f"{name} {first.get('input')!r}: {first['msg']}.") from None
-    checks = (_check_sizes, _check_parallelism, _check_ulysses_levers, _check_length, _check_model, _check_levers)
-    for check in checks:
+    for check in (
+        _check_sizes, _check_parallelism, _check_ulysses_levers, _check_length, _check_model, _check_levers,
+        _check_states, _check_lora,
+    ):  # fmt: skip
         check(spec, plan)
     return plan, tuple(assumptions)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _has_sdpa(spec: ModelSpec) -> bool:
-    return spec.model_type not in FAMILIES or FAMILIES[spec.model_type].sdpa
 
 
 def _fill(values: dict[str, Any], usual_gpus_per_node: int, *, sdpa: bool) -> list[str]:
@@ -154,6 +168,10 @@ def _fill(values: dict[str, Any], usual_gpus_per_node: int, *, sdpa: bool) -> li
     gpus = values["num_gpus"]
     fill("gpus_per_node", min(gpus, usual_gpus_per_node), "the usual node of this GPU")
     fill("backend", "single" if gpus == 1 else "fsdp2", "TRL's path for this number of GPUs")
+    if values["backend"] == "ddp":
+        fill("dp_replicate_size", gpus, "DDP keeps the whole model on every GPU")
+    if values["backend"] == "deepspeed":
+        fill("zero_stage", 3, "the only stage that shards the parameters")
     groups = values.get("cp_size", 1) * values.get("sp_size", 1) * values.get("dp_replicate_size", 1)
     if values["backend"] != "single" and gpus % groups == 0:
         fill("dp_shard_size", gpus // groups, "the remaining GPUs shard the states and take other sequences")
@@ -231,6 +249,18 @@ def _check_parallelism(spec: ModelSpec, plan: TrainPlan) -> None:
             "what FSDP2 shards over dp_shard_size, and refuses this. Use a --dp-shard-size of at least 2, or "
             "--dp-replicate-size 1.",
         )
+    if plan.backend == "ddp" and plan.dp_replicate_size != plan.num_gpus:
+        raise PlanError(
+            "ddp-sizes",
+            f"--backend ddp keeps the whole model on each of --num-gpus {plan.num_gpus}, so dp_replicate_size must be "
+            f"{plan.num_gpus}, not {plan.dp_replicate_size}. Use --backend fsdp2 to split anything.",
+        )
+    if plan.backend == "deepspeed" and plan.dp_replicate_size > 1:
+        raise PlanError(
+            "deepspeed-sizes",
+            f"--dp-replicate-size {plan.dp_replicate_size} with --backend deepspeed: ZeRO shards over all of its "
+            f"GPUs. Use --dp-shard-size {plan.num_gpus // plan.sp_size}.",
+        )
     if plan.sp_size > 1:
         _check_ulysses(spec, plan)
 
@@ -300,7 +330,7 @@ def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
-    if plan.attn_implementation == "sdpa" and not _has_sdpa(spec):
+    if plan.attn_implementation == "sdpa" and not spec.has_sdpa:
         raise PlanError(
             "no-sdpa",
             f"--attn-implementation sdpa with {spec.id} ({spec.model_type}): scaled_dot_product_attention has no sinks "
@@ -334,8 +364,60 @@ def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
         raise PlanError("unknown-optim", f"--optim {plan.optim!r} is not known. Use: {', '.join(KNOWN_OPTIMIZERS)}.")
 
 
+def _check_states(spec: ModelSpec, plan: TrainPlan) -> None:
+    """Levers on weights, gradients and optimizer states."""
+    deepspeed = plan.backend == "deepspeed"
+    for name, is_set, backend in (
+        ("--zero-stage", plan.zero_stage is not None and not deepspeed, "deepspeed"),
+        ("--offload-optimizer", plan.offload_optimizer and not deepspeed, "deepspeed"),
+        ("--no-reshard-after-forward", not plan.reshard_after_forward and plan.backend != "fsdp2", "fsdp2"),
+    ):
+        if is_set:
+            raise PlanError("other-backend", f"{name} is a choice of --backend {backend}, not of {plan.backend}.")
+    if deepspeed and plan.offload_params and plan.zero_stage != 3:
+        raise PlanError(
+            "offload-params-stage",
+            f"--offload-params with --zero-stage {plan.zero_stage}: only stage 3 shards the parameters and can move "
+            "them to the host. Use --zero-stage 3, or --offload-optimizer alone.",
+        )
+    if plan.backend in ("fsdp2", "deepspeed") and plan.optim in UNSHARDED_OPTIMIZERS:
+        raise PlanError(
+            "optim-sharded",
+            f"--optim {plan.optim} with --backend {plan.backend}: its step fails on sharded parameters. Use "
+            "--optim adamw_torch_fused, or adamw_torch_8bit with fsdp2.",
+        )
+    if spec.tie_word_embeddings and plan.freeze_embeddings != plan.freeze_head:
+        raise PlanError(
+            "freeze-tied",
+            f"{spec.id} has one table for embedding and head: --freeze-embeddings and --freeze-head go together.",
+        )
+
+
+def _check_lora(spec: ModelSpec, plan: TrainPlan) -> None:
+    """Levers that need adapters, or that adapters make pointless."""
+    del spec
+    if plan.lora_r is None:
+        for flag, is_set in (("--quantize nf4", plan.quantize != "none"), ("--lora-dropout", plan.lora_dropout > 0)):
+            if is_set:
+                raise PlanError(
+                    "without-lora",
+                    f"{flag} without --lora-r: 4-bit weights cannot be trained and dropout is that of the adapters. "
+                    "Add --lora-r 16, or leave it out.",
+                )
+    elif plan.freeze_embeddings or plan.freeze_head:
+        raise PlanError(
+            "freeze-with-lora",
+            "--freeze-embeddings and --freeze-head with --lora-r: LoRA freezes the whole base model anyway. Leave them "
+            "out.",
+        )
+    if plan.quantize != "none" and plan.dtype != "bfloat16":
+        raise PlanError("quantize-dtype", f"--quantize nf4 with --dtype {plan.dtype}: use --dtype bfloat16.")
+
+
 KNOWN_OPTIMIZERS = (
-    "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor", "sgd",
-    "muon",
+    "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
+    "adafactor", "sgd",
 )  # fmt: skip
-"""Values of transformers' ``optim`` that lcplan knows by name; the formula method covers the first two."""
+"""Values of transformers' ``optim`` that lcplan knows by name; transformers 5.24 and TRL 1.16 offer no Muon."""
+UNSHARDED_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor")
+"""Optimizers whose step fails on DTensor shards (bitsandbytes 0.50, transformers 5.24 Adafactor; torch 2.11)."""

@@ -81,6 +81,32 @@ def test_a_job_file_is_read_like_a_preset(lcplan, tmp_path: Path) -> None:
     assert report["plan"]["max_length"] == 4096
 
 
+@pytest.mark.parametrize(
+    "model", ["Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "allenai/OLMo-2-1124-7B", "microsoft/phi-4", "Qwen/Qwen2.5-7B"]
+)
+@pytest.mark.parametrize(
+    "levers",
+    [
+        [],
+        ["--lora-r", "16"],
+        ["--lora-r", "16", "--lora-dropout", "0.1"],
+        ["--lora-r", "16", "--quantize", "nf4"],
+        ["--activation-checkpointing", "none", "--scored-fraction", "0.1"],
+        ["--optim", "adamw_torch_8bit"],
+        ["--num-gpus", "2", "--no-reshard-after-forward"],
+        ["--num-gpus", "2", "--backend", "ddp"],
+    ],
+)
+@pytest.mark.parametrize("length", ["1Ki", "64Ki"])
+def test_every_plan_that_is_covered_is_shown(lcplan, model: str, levers: list[str], length: str) -> None:
+    """A lever may be refused for a family; whatever is answered is answered in words."""
+    result = lcplan("estimate", model, "--max-length", length, "--gpu", "h200", *levers)
+    if result.code == 2:
+        assert "error [not-covered]" in result.err
+    else:
+        assert "FIT" in result.out.splitlines()[0]
+
+
 def test_units(lcplan) -> None:
     result = lcplan("estimate", *JOB, "--offload-activations", "--units", "GB")
     assert "59.23 GB of 84.93 GB" in result.out

@@ -171,12 +171,14 @@ def test_r34_qwen15_7b_at_32k_runs_out() -> None:
 def test_r35_lora_does_not_buy_length() -> None:
     """Reported: Llama 3 8B, 4-bit LoRA on q and v, one A100: 65,536 tokens nearly fill 80 GB, 102,400 do not fit.
 
-    lcplan refuses nf4, and LoRA with a plain loss. On a bf16 base it says 49.8 and 68.7 GB, less than reported though
-    the base is larger: what that version of Unsloth keeps is not known. Activations are two thirds of it, and of the
-    34 GB that LoRA saves against full fine-tuning none grow with length.
+    lcplan says 38.9 and 57.5 GB with the chunked loss and refuses LoRA with a plain one, whose logits alone would be
+    100.9 GB at 65,536 tokens: what that version of Unsloth kept is not known. On a bf16 base it is 49.8 and 68.7 GB.
+    Activations are two thirds of it, and of the 34 GB that LoRA saves against full fine-tuning none grow with length.
     """
     levers: dict[str, Any] = {"lora_r": 8, "lora_target_modules": "q_proj,v_proj", "gpu": "a100-80gb"}
-    check_refused("--quantize nf4", LLAMA3_8B, max_length=65_536, **levers, quantize="nf4")
+    packed = [estimated(LLAMA3_8B, max_length=length, **levers, quantize="nf4") for length in (65_536, 102_400)]
+    assert [peak_gb(report) for report in packed] == pytest.approx([38.85, 57.45], rel=OURS)
+    assert pytest.approx(100.9, rel=OURS) == 12 * 128_256 * 65_536 / 1e9
     check_refused("--lora-r 8 with --loss full", LLAMA3_8B, max_length=65_536, **levers, loss="full")
     lora = [estimated(LLAMA3_8B, max_length=length, **levers) for length in (65_536, 102_400)]
     assert [peak_gb(report) for report in lora] == pytest.approx([49.77, 68.67], rel=OURS)
@@ -270,12 +272,21 @@ def test_r40_ulysses_with_and_without_recomputation() -> None:
 
 
 def test_r41_qwen25_72b_on_one_card() -> None:
-    """Reported: 4-bit LoRA on an A800, 24k tokens run and 32k do not. lcplan refuses nf4.
+    """Reported: 4-bit LoRA on an A800 with the tool's own offload, 24k tokens run and 32k do not.
 
-    In bf16 the weights alone are 145 GB; a token adds 2.0 MB, of which the tool's own offload moves 1.3 to the host.
+    lcplan, nf4: 87.2 and 102.1 GB, with the layer inputs on the host 55.8 and 60.1, where both fit. Full logits would
+    add 44.8 and 59.8 GB, which would explain the report; the loss is not in it. In bf16 the weights alone are 145 GB;
+    a token adds 2.0 MB, of which the offload moves 1.3 to the host.
     """
     levers: dict[str, Any] = {"gpu": "a100-80gb", "lora_r": 16}
-    check_refused("--quantize nf4", "Qwen/Qwen2.5-72B", **levers, max_length=24_576, quantize="nf4")
+    for offload, expected in ((False, [87.22, 102.11]), (True, [55.83, 60.12])):
+        packed = [
+            estimated("Qwen/Qwen2.5-72B", **levers, max_length=length, quantize="nf4", offload_activations=offload)
+            for length in (24_576, 32_768)
+        ]
+        assert [peak_gb(report) for report in packed] == pytest.approx(expected, rel=OURS)
+        assert [report.fits for report in packed] == [offload, offload]
+    assert [12 * 152_064 * length / 1e9 for length in (24_576, 32_768)] == pytest.approx([44.8, 59.8], rel=OURS)
     short, long = (estimated("Qwen/Qwen2.5-72B", **levers, max_length=length) for length in (24_576, 32_768))
     assert item_bytes(short, "weights.parameters") > short.gpu.usable_bytes
     token_mb = (long.peak_allocated_bytes - short.peak_allocated_bytes) / 8192 / 1e6
@@ -286,11 +297,13 @@ def test_r41_qwen25_72b_on_one_card() -> None:
 def test_r42_fewer_parameters_more_memory() -> None:
     """Reported, 4-bit LoRA, GPU missing: Llama 3.2 1B trains at 131,072 tokens, Qwen2.5 0.5B only at 65,536.
 
-    lcplan refuses nf4. With a plain loss the 0.5B takes 248.6 GB and the 1B 220.0: the vocabulary decides. With the
-    chunked loss it is 19.3 and 35.8, so that model would go further; parameters are a poor proxy either way.
+    With the chunked loss lcplan says 16.1 GB for the 0.5B and 27.8 for the 1B, so that the 0.5B would go further. With
+    a plain loss (full fine-tuning) the 0.5B takes 248.6 GB and the 1B 220.0: the vocabulary decides. With the chunked
+    loss that is 19.3 and 35.8; parameters are a poor proxy either way.
     """
     llama, sizes = "meta-llama/Llama-3.2-1B", {"max_length": 131_072}
-    check_refused("--quantize nf4", llama, **sizes, lora_r=16, quantize="nf4")
+    packed = [peak_gb(estimated(model, **sizes, lora_r=16, quantize="nf4")) for model in (QWEN25_05B, llama)]
+    assert packed == pytest.approx([16.12, 27.82], rel=OURS)
     plain, chunked = (
         [peak_gb(estimated(model, **sizes, loss=loss)) for model in (QWEN25_05B, llama)] for loss in ("full", "chunked")
     )
@@ -314,5 +327,12 @@ def test_r51_llama3_8b_on_32_gpus() -> None:
 
 
 def test_r52_gpt_oss_20b_at_500k() -> None:
-    """Claimed without details: it trains on one 80 GB card. lcplan refuses the family: sliding layers and sinks."""
-    check_refused("openai/gpt-oss-20b (model_type gpt_oss", "openai/gpt-oss-20b", max_length=500_000)
+    """Claimed without details: it trains on one 80 GB card, with kernels of its own.
+
+    On this stack gpt-oss runs eager attention, whose scores of every pair of tokens alone are 116 TiB; without them the
+    states of full fine-tuning exceed the card as well.
+    """
+    report = estimated("openai/gpt-oss-20b", max_length=500_000, rope="none")
+    assert not report.fits
+    assert item_bytes(report, "attention.eager_backward") == (64 * (8 * 500_001 + 8) + 6 * 64 * 64) * 500_000
+    assert item_bytes(report, "weights.parameters") + item_bytes(report, "optimizer.adamw_states") > 80e9

@@ -58,6 +58,31 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("offload-without-checkpointing", {"offload_activations": True, "activation_checkpointing": "none"}, "full"),
     ("two-offloads", {"offload_activations": True, "activation_offloading": True}, "alone"),
     ("unknown-optim", {"optim": "lion"}, "adamw_torch_fused"),
+    ("unknown-optim", {"optim": "muon"}, "adamw_torch_fused"),
+    ("optim-sharded", {"optim": "adamw_bnb_8bit", "num_gpus": 2}, "adamw_torch_8bit"),
+    ("optim-sharded", {"optim": "adafactor", "num_gpus": 2}, "fails on sharded"),
+    ("without-lora", {"quantize": "nf4"}, "--quantize nf4 without --lora-r"),
+    ("without-lora", {"lora_dropout": 0.1}, "--lora-dropout without --lora-r"),
+    ("bad-value", {"lora_r": 8, "lora_dropout": 1.0}, "--lora-dropout 1.0"),
+    ("quantize-dtype", {"quantize": "nf4", "lora_r": 8, "dtype": "float32"}, "--dtype bfloat16"),
+    ("freeze-with-lora", {"lora_r": 8, "freeze_head": True}, "whole base model"),
+    ("bad-value", {"scored_fraction": 0}, "--scored-fraction 0"),
+    ("bad-value", {"scored_fraction": 1.5}, "--scored-fraction 1.5"),
+    ("other-backend", {"zero_stage": 3}, "--zero-stage is a choice of --backend deepspeed"),
+    ("other-backend", {"offload_optimizer": True, "num_gpus": 2}, "deepspeed, not of fsdp2"),
+    ("other-backend", {"reshard_after_forward": False}, "fsdp2, not of single"),
+    (
+        "offload-params-stage",
+        {"backend": "deepspeed", "num_gpus": 2, "zero_stage": 2, "offload_params": True},
+        "--zero-stage 3",
+    ),
+    ("bad-value", {"backend": "deepspeed", "num_gpus": 2, "zero_stage": 4}, "--zero-stage 4"),
+    ("deepspeed-sizes", {"backend": "deepspeed", "num_gpus": 4, "dp_replicate_size": 2}, "--dp-shard-size 4"),
+    (
+        "ddp-sizes",
+        {"backend": "ddp", "num_gpus": 4, "dp_replicate_size": 2, "dp_shard_size": 2},
+        "must be 4, not 2",
+    ),
 ]
 
 
@@ -67,6 +92,19 @@ def test_refusals(code: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         resolve(tiny_spec(), given, usual_gpus_per_node=8)
     assert caught.value.code == code
+
+
+def test_a_tied_table_is_frozen_as_a_whole() -> None:
+    with pytest.raises(PlanError, match="one table") as caught:
+        plan_of(tiny_spec(tie_word_embeddings=True), max_length=64, freeze_head=True)
+    assert caught.value.code == "freeze-tied"
+
+
+def test_ddp_replicates_and_deepspeed_shards_over_all_of_its_gpus() -> None:
+    ddp = plan_of(tiny_spec(), max_length=64, num_gpus=4, backend="ddp")
+    assert (ddp.dp_replicate_size, ddp.dp_shard_size, ddp.shard_size) == (4, 1, 1)
+    zero = plan_of(tiny_spec(), max_length=66, num_gpus=6, sp_size=3, backend="deepspeed")
+    assert (zero.zero_stage, zero.dp_shard_size, zero.shard_size) == (3, 2, 6)
 
 
 def test_a_windowed_model_never_gets_context_parallelism() -> None:

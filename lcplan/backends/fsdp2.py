@@ -41,7 +41,7 @@ def _fsdp_config(plan: TrainPlan) -> dict[str, Any]:
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": True,
+        "fsdp_reshard_after_forward": plan.reshard_after_forward,
         # Checkpoints are sharded; train.py switches to a full state dict for the final model.
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         # Rank 0 alone holds the weights in host memory and broadcasts them; train.py leaves the others empty.

@@ -28,7 +28,7 @@ from lcplan.units import format_bytes
 SCHEMA_VERSION = 1
 COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
 """Starts the job from inside its folder."""
-SCRIPTS = ("train.py", "model.py", "data.py", "checks.py", "measure.py")
+SCRIPTS = ("train.py", "probe.py", "model.py", "data.py", "checks.py", "measure.py")
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 
@@ -74,8 +74,8 @@ def accelerate_config(job: JobSpec) -> dict[str, Any]:
         return fsdp2.accelerate_config(job.plan)
     raise PlanError(
         "backend-not-available",
-        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. "
-        "Use --backend fsdp2 with --cp-size in place of --sp-size.",
+        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. Use --backend fsdp2, "
+        "with --cp-size in place of --sp-size.",
     )
 
 
@@ -88,6 +88,11 @@ def check_job(job: JobSpec) -> None:
         "--quantize": plan.quantize != "none",
         "--mlp-tile-size": plan.mlp_tile_size is not None,
         "--packing": plan.packing,
+        "--padding": plan.padding,
+        "--per-device-eval-batch-size": plan.per_device_eval_batch_size is not None,
+        "--freeze-embeddings": plan.freeze_embeddings,
+        "--freeze-head": plan.freeze_head,
+        "--scored-fraction": plan.scored_fraction < 1,
     }
     if asked := [flag for flag, is_set in unsupported.items() if is_set]:
         raise PlanError(

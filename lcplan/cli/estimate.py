@@ -61,8 +61,9 @@ def command(
         raise InputError(
             "two-views", f"--compare-rules and --explain {explain} both replace the report. Give one of them."
         )
-    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
-    by_method = estimate if method == "formula" else estimate_by_trace
+    traces = method == "trace"
+    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
+    by_method = estimate_by_trace if traces else estimate
     report = by_method(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
     if tokens := parse_token_budget(token_budget):
         report = with_token_budget(report, tokens)

@@ -16,7 +16,7 @@ import typer
 
 from lcplan.errors import InputError
 from lcplan.hardware import GpuSpec, load_gpu
-from lcplan.model_loading import load_model
+from lcplan.model_loading import SpecReader, load_model
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
 from lcplan.units import parse_bytes, parse_count
@@ -38,11 +38,12 @@ def _option(help: str, *names: str) -> Any:
 def _plan_flags(
     max_length: Annotated[str | None, _option("Tokens of one sequence: 1048576, 1Mi (2^20) or 1M (10^6).")] = None,
     per_device_train_batch_size: Annotated[int | None, _option("Sequences a rank holds at once.")] = None,
+    per_device_eval_batch_size: Annotated[int | None, _option("Sequences a rank evaluates at once.")] = None,
     gradient_accumulation_steps: Annotated[int | None, _option("Micro steps before an optimizer step.")] = None,
     gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
     num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,
     gpus_per_node: Annotated[int | None, _option("GPUs of one node.")] = None,
-    backend: Annotated[str | None, _option("single, fsdp2 or deepspeed.")] = None,
+    backend: Annotated[str | None, _option("single, ddp, fsdp2 or deepspeed.")] = None,
     dp_replicate_size: Annotated[int | None, _option("Replicas of the sharded model.")] = None,
     dp_shard_size: Annotated[int | None, _option("Data-parallel ranks that shard the states.")] = None,
     cp_size: Annotated[int | None, _option("Ranks that split a sequence by ring attention (FSDP2).")] = None,
@@ -50,7 +51,8 @@ def _plan_flags(
     cp_comm_strategy: Annotated[str | None, _option("allgather or alltoall.")] = None,
     dtype: Annotated[str | None, _option("bfloat16 or float32: type the weights are loaded in.")] = None,
     optim: Annotated[str | None, _option("Optimizer, by transformers' name.")] = None,
-    loss: Annotated[str | None, _option("chunked or full.")] = None,
+    loss: Annotated[str | None, _option("chunked, chunked-256 (TRL 1.13 and 1.14) or full.")] = None,
+    scored_fraction: Annotated[float | None, _option("Share of tokens with a label; prompts masked: below 1.")] = None,
     activation_checkpointing: Annotated[str | None, _option("full, selective or none.")] = None,
     checkpoint_every_n_layers: Annotated[int | None, _option("Checkpoint every n-th layer only.")] = None,
     offload_activations: Annotated[
@@ -67,10 +69,26 @@ def _plan_flags(
         Flag,
         _option("Keep parameters and optimizer states on the host.", "--offload-params/--no-offload-params"),
     ] = None,
+    reshard_after_forward: Annotated[
+        Flag,
+        _option(
+            "FSDP2: free a layer's weights after its forward.", "--reshard-after-forward/--no-reshard-after-forward"
+        ),
+    ] = None,
+    zero_stage: Annotated[int | None, _option("DeepSpeed: 1, 2 or 3.")] = None,
+    offload_optimizer: Annotated[
+        Flag, _option("DeepSpeed: optimizer on the host.", "--offload-optimizer/--no-offload-optimizer")
+    ] = None,
     mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile.")] = None,
     lora_r: Annotated[int | None, _option("LoRA rank.")] = None,
     lora_target_modules: Annotated[str | None, _option("Modules that get an adapter.")] = None,
+    lora_dropout: Annotated[float | None, _option("Dropout before the adapters.")] = None,
     quantize: Annotated[str | None, _option("none or nf4.")] = None,
+    freeze_embeddings: Annotated[
+        Flag, _option("Do not train the token embedding.", "--freeze-embeddings/--no-freeze-embeddings")
+    ] = None,
+    freeze_head: Annotated[Flag, _option("Do not train lm_head.", "--freeze-head/--no-freeze-head")] = None,
+    padding: Annotated[Flag, _option("Rows are padded to max_length.", "--padding/--no-padding")] = None,
     attn_implementation: Annotated[str | None, _option("sdpa, flash_attention_2 or eager.")] = None,
     rope: Annotated[str | None, _option("auto, none or yarn:FACTOR.")] = None,
     packing: Annotated[Flag, _option("Pack short samples into a row.", "--packing/--no-packing")] = None,
@@ -163,14 +181,17 @@ def read_job(
     given: dict[str, Any],
     *,
     trust_remote_code: bool,
+    any_architecture: bool = False,
 ) -> Job:
     """Preset or config file, then flags, resolved once.
+
+    With ``any_architecture`` transformers is asked for a model that lcplan's own table lacks.
 
     Raises:
         LcplanError: for anything that cannot be used.
     """
     base = read_base(model, preset, config)
-    spec = read_spec(model, base, trust_remote_code=trust_remote_code)
+    spec = read_spec(model, base, trust_remote_code=trust_remote_code, any_architecture=any_architecture)
     values = (dict(base.plan) if base else {}) | given
     gpu = values.get("gpu")
     if base is not None and gpu == base.device == "cpu":
@@ -236,14 +257,24 @@ def say_what_was_read(job: ForeignJob) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def read_spec(model: str | None, base: Base | None, *, trust_remote_code: bool) -> ModelSpec:
+def read_spec(
+    model: str | None, base: Base | None, *, trust_remote_code: bool, any_architecture: bool = False
+) -> ModelSpec:
     """The model named on the command line, or the preset's."""
+    read: SpecReader = ModelSpec.from_config
+    if any_architecture:
+        from lcplan.estimation import need_train_extra
+
+        need_train_extra("--method trace runs the training code")
+        from lcplan.tracing.spec_from_model import spec_of_config
+
+        read = spec_of_config
     if model is not None:
-        return load_model(model, trust_remote_code=trust_remote_code)
+        return load_model(model, trust_remote_code=trust_remote_code, read=read)
     if base is None:
         raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
     if base.model is None:
         raise InputError("no-model", f"{base.name} names no model. Give MODEL on the command line as well.")
     if base.config is not None:
-        return ModelSpec.from_config(base.config, base.model)
-    return load_model(base.model, trust_remote_code=trust_remote_code)
+        return read(base.config, base.model)
+    return load_model(base.model, trust_remote_code=trust_remote_code, read=read)

@@ -1,22 +1,42 @@
 """The formula method: which items are alive at which instant of a step.
 
-A step's memory rises and falls linearly from layer to layer, so its maximum is at one of the last or first decoder
-layers: the very last and first, those before them (FSDP2's prefetch and reduce-scatter buffers differ there), and with
-every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
+Between layers that are alike a step's memory differs by what the layers below keep and the gradients of those above, so
+of each kind of layer (sliding or full, experts or dense, checkpointed or not) one has the most. That one can be the
+peak, and so can the ends: the very last and first layer, those before them (FSDP2's prefetch and reduce-scatter buffers
+differ there), and with every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
 
-from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators import (
+    activations,
+    attention,
+    evaluation,
+    gradients,
+    host,
+    lora,
+    loss_head,
+    moe,
+    optimizer,
+    runtime,
+    weights,
+)
 from lcplan.estimators.coverage import check_covered
-from lcplan.estimators.layer import TRAITS, Alive, LayerInstant, LayerShape, merge, saved
+from lcplan.estimators.layer import TRAITS, Alive, AttentionPath, LayerInstant, LayerShape, merge, saved, times
 from lcplan.estimators.layer import instants as layer_instants
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
+
+BOOL_BYTES = 1
+"""torch.bool.itemsize: one byte an element."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +69,26 @@ def forward_bytes(spec: ModelSpec, plan: TrainPlan) -> int:
 def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
     """What makes each phase of a covered plan, in step order: one phase alone already bounds the peak from below."""
     step = _Step(spec, plan, rank)
-    makers: dict[str, Callable[[], Alive]] = {"forward": step.forward, "loss": step.loss}
-    own = layer_instants(step.shape)
+    makers: dict[str, Callable[[], Alive]] = {
+        "forward": step.forward, "loss": step.loss, "final_norm": step.final_norm,
+    }  # fmt: skip
     for index in step.layers_that_can_peak():
-        for instant in own:
+        for instant in step.own_instants(index):
             makers[f"backward[{index}].{instant.name}"] = partial(step.backward, index, instant)
-    return makers | {"backward.embedding": step.embedding_backward, "optimizer_step": step.optimizer_step}
+    makers |= {"backward.embedding": step.embedding_backward, "optimizer_step": step.optimizer_step}
+    makers |= {phase: partial(dict, alive) for phase, alive in step.evaluation().items()}
+    return makers | {"save": step.save}
+
+
+class Kind(NamedTuple):
+    """What tells one decoder layer from another in what it keeps."""
+
+    mask: str | None
+    """The materialised mask it takes, by layer type."""
+    dense: bool
+    """A dense MLP among layers with experts."""
+    recomputed: bool
+    """Checkpointed."""
 
 
 class _Step:
@@ -62,54 +96,126 @@ class _Step:
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
         self.spec, self.plan = spec, plan
+        self._wide: dict[int, Alive] = {}
         self.fsdp = plan.backend == "fsdp2"
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
         self.state_bytes = state_bytes(plan)
         targets = lora.target_shapes(spec, plan.lora_target_modules) if plan.lora_r else {}
         self.frozen = plan.lora_r is not None
+        self.quantised = plan.quantize == "nf4"
         adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
-        self.trainable_layer = adapters if self.frozen else spec.layers[0].total
-        self.trainable_head = 0 if self.frozen else spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
-        self.trainable = adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters
+        self.trains_embedding = not self.frozen and not plan.freeze_embeddings
+        self.trains_head = not self.frozen and not plan.freeze_head
+        self.trainable_layers = [adapters if self.frozen else layer.total for layer in spec.layers]
+        self.trainable_head = 0 if self.frozen else spec.final_norm_parameters
+        self.trainable_head += spec.vocab_size * spec.hidden_size if self.trains_head else 0
+        self.trainable = (
+            adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters - self._untrained_parameters()
+        )
         self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
-        self.trained_bytes = weights.FP32_BYTES if plan.lora_r else self.state_bytes
+        self.trained_bytes = self.state_bytes
+        if self.frozen:
+            self.trained_bytes = weights.BF16_BYTES if self.quantised else weights.FP32_BYTES
         self.tokens = plan.tokens_per_rank
         self.layers = spec.num_hidden_layers
         self.layer = spec.layers[0].total + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
         self.tied = spec.tie_word_embeddings
-        self.gradient_bytes = weights.FP32_BYTES if self.frozen else self.compute_bytes
+        self.gradient_bytes = self.trained_bytes if self.frozen else self.compute_bytes
         self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
-        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and not self.frozen
-        self.shape = LayerShape(
-            spec=spec,
+        self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and self.trains_head
+        self.ring_copies_output = self.ring and rank < plan.cp_size - 1
+        self.first_rank = rank == 0
+        self.targets = targets
+        self.masks = [self._mask(kind) for kind in spec.layer_types]
+        dense = () if spec.moe is None else spec.moe.dense_layers
+        self.kinds: list[Kind] = [
+            Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
+        ]
+        self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
+        self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
+        self.instants = {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
+        self.saves_input = self.shapes[self.kinds[0]].saves_input
+        # gradients of the layers above each, and of all
+        self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+
+    def _checkpointed(self, index: int) -> bool:
+        return self.every is not None and index % self.every == 0
+
+    def _mask(self, layer_type: str) -> str | None:
+        """The layer type whose materialised mask a layer takes; None where its kernel needs none."""
+        if self.plan.attn_implementation == "eager" or (self.plan.padding and not self.ring):
+            return layer_type
+        window = self.spec.sliding_window
+        slides = layer_type != "full_attention" and window is not None and self.plan.max_length >= window
+        return layer_type if slides and self.plan.attn_implementation == "sdpa" else None
+
+    def _shape(self, kind: Kind, index: int) -> LayerShape:
+        mask, dense, recomputed = kind
+        plan = self.plan
+        path: AttentionPath = "kernel"
+        if mask is not None:
+            path = "eager" if plan.attn_implementation == "eager" else "masked"
+        return LayerShape(
+            spec=self.spec,
+            parameters=self.spec.layers[index],
+            moe=None if dense else self.spec.moe,
+            attention=path,
+            flash=plan.attn_implementation == "flash_attention_2",
+            recomputed=recomputed,
             tokens=self.tokens,
+            row_tokens=plan.max_length,
             float32=self.float32,
             offloads_input=plan.offload_activations,
-            ring_copies_output=self.ring and rank < plan.cp_size - 1,
+            ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
-            first_rank=rank == 0,
+            first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
-            sharded=self.fsdp,
+            narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
-            lora_targets=targets,
+            lora_dropout=plan.lora_dropout > 0,
+            quantised=self.quantised,
+            lora_targets=self.targets,
         )
+
+    def own_instants(self, index: int) -> tuple[LayerInstant, ...]:
+        """Those instants of a layer's backward that can be its largest."""
+        return self.instants[self.kinds[index]]
+
+    def _untrained_parameters(self) -> int:
+        """Parameters that are not trained although the layers are: frozen tables, a vision tower without pictures."""
+        spec, plan = self.spec, self.plan
+        embedding = spec.embedding_parameters if plan.freeze_embeddings else 0
+        return spec.other_parameters + embedding + (spec.lm_head_parameters if plan.freeze_head else 0)
 
     def layers_that_can_peak(self) -> list[int]:
         """Indices of decoder layers, in the order of the backward pass."""
         near = max(self.every or 1, 1)
         last = self.layers - 1
         ends = {*range(max(last - near, 0), self.layers), *range(min(near, last) + 1)}
+        if len(self.shapes) > 1 or TRAITS[self.spec.model_type].rotary_by_layer_type:
+            ends.update(self._fullest_of_each_kind())
         return sorted(ends, reverse=True)
+
+    def _fullest_of_each_kind(self) -> list[int]:
+        """Of each kind of layer the one at whose backward there is most beside what the layer itself has."""
+        beside = [
+            sum(self._beside(index).values()) + self.gradient_bytes * self.trainable_above[index + 1]
+            for index in range(self.layers)
+        ]
+        return [
+            max((i for i, other in enumerate(self.kinds) if other == kind), key=beside.__getitem__)
+            for kind in self.shapes
+        ]
 
     # What is there all step long
 
     @cached_property
     def states(self) -> Alive:
         """Weights, optimizer states, workspaces and the batch."""
-        spec, plan = self.spec, self.plan
+        plan = self.plan
         local = plan.max_length * plan.per_device_train_batch_size if self.ring else self.tokens
         alive = {
             runtime.cublas_workspace.key: runtime.cublas_workspace(),
@@ -118,23 +224,73 @@ class _Step:
         if plan.offload_params:
             return alive
         ranks = plan.shard_size
-        base_bytes = weights.BF16_BYTES if self.frozen else self.state_bytes
-        alive[weights.parameters.key] = weights.parameters(
-            num_parameters=spec.num_parameters, dtype_bytes=base_bytes, ranks=ranks
-        )
-        if self.frozen:
-            alive[lora.adapters.key] = lora.adapters(num_parameters=self.trainable, ranks=ranks)
-        size = {"num_parameters": self.trainable, "dtype_bytes": self.trained_bytes, "ranks": ranks}
-        if plan.optim.startswith("adamw"):
-            alive[optimizer.adamw_states.key] = optimizer.adamw_states(**size)
-        elif plan.optim == "adafactor":
-            sides = sum(rows + columns for rows, columns in spec.matrix_shapes())
-            alive[optimizer.adafactor_states.key] = optimizer.adafactor_states(sum_of_sides=sides)
+        alive |= self._weights(ranks)
+        alive |= self._optimizer_states(ranks)
+        if plan.backend == "ddp":
+            buckets = gradients.ddp_buckets
+            alive[buckets.key] = buckets(num_parameters=self.trainable, dtype_bytes=self.gradient_bytes)
         return alive
 
-    @cached_property
-    def step_wide(self) -> Alive:
-        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
+    def _weights(self, ranks: int) -> Alive:
+        spec, item = self.spec, weights.parameters
+        frozen_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
+        trained = 0 if self.frozen else self.trainable
+        packed = _linear_parameters(spec) if self.quantised else 0
+        kept = item(num_parameters=trained, dtype_bytes=self.state_bytes, ranks=ranks)
+        kept += item(num_parameters=spec.num_parameters - trained - packed, dtype_bytes=frozen_bytes, ranks=ranks)
+        alive = {item.key: kept}
+        if self.quantised:
+            alive[weights.nf4.key] = weights.nf4(num_parameters=packed, ranks=ranks)
+        if self.frozen:
+            adapters = lora.adapters
+            alive[adapters.key] = adapters(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=ranks)
+        return alive
+
+    def _optimizer_states(self, ranks: int) -> Alive:
+        spec, optim = self.spec, self.plan.optim
+        wide = spec.embedding_parameters if self.trains_embedding else 0
+        if optim in ("adamw_torch_fused", "adamw_torch"):
+            item = optimizer.adamw_states
+            return {item.key: item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=ranks)}
+        if optim == "adamw_torch_8bit":
+            narrow = optimizer.adamw_8bit_states
+            return {narrow.key: narrow(num_parameters=self.trainable, ranks=ranks)}
+        if optim == "adamw_bnb_8bit":
+            narrow, embedding = optimizer.adamw_8bit_states, optimizer.wide_embedding_states
+            return {
+                narrow.key: narrow(num_parameters=self.trainable - wide, ranks=ranks),
+                embedding.key: embedding(embedding_parameters=wide),
+            }
+        if optim.startswith("paged"):
+            return self._paged_states(narrow=optim == "paged_adamw_8bit", wide=wide)
+        if optim == "adafactor":
+            sides = sum(rows + columns for rows, columns in spec.matrix_shapes())
+            return {optimizer.adafactor_states.key: optimizer.adafactor_states(sum_of_sides=sides)}
+        return {}  # sgd has no states
+
+    def _paged_states(self, *, narrow: bool, wide: int) -> Alive:
+        """What of paged states torch's allocator sees; base weights are all large enough to be paged."""
+        small = lora.small_adapter_parameters(self.targets, self.plan.lora_r or 0, optimizer.PAGED_FROM)
+        small *= self.layers
+        if not narrow:
+            item = optimizer.adamw_states
+            return {item.key: item(num_parameters=small, dtype_bytes=weights.FP32_BYTES, ranks=1)}
+        kept, scales = optimizer.adamw_8bit_states, optimizer.paged_scales
+        return {
+            kept.key: kept(num_parameters=small, ranks=1),
+            scales.key: scales(num_parameters=self.trainable - wide - small),
+        }
+
+    def step_wide(self, layers: int) -> Alive:
+        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head.
+
+        Rotary tables of a kind of layer go with the last of the ``layers`` still to run that use them.
+        """
+        if layers not in self._wide:
+            self._wide[layers] = self._step_wide(layers)
+        return self._wide[layers]
+
+    def _step_wide(self, layers: int) -> Alive:
         spec, plan = self.spec, self.plan
         rows = plan.per_device_train_batch_size
         alive = dict(self.states)
@@ -144,28 +300,41 @@ class _Step:
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
         tables = activations.rotary_tables
+        traits = TRAITS[spec.model_type]
+        width = spec.head_dim * spec.rope.partial_rotary_factor / (2 if traits.half_rotary else 1)
         # FSDP2 casts what enters its units to bf16
-        wide = self.float32 or (TRAITS[spec.model_type].wide_rotary and not self.fsdp)
-        alive[tables.key] = tables(
+        wide = self.float32 or (traits.wide_rotary and not self.fsdp)
+        one = tables(
             tokens=self.tokens if self.ring else self.tokens // rows,
-            head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
+            head_dim=round(width),
             dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
         )
+        number = len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1
+        if traits.interleaved_rotary and not any(kind.recomputed for kind in self.kinds[:layers]):
+            number = 0
+        alive[tables.key] = one * number
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        elif self.fsdp and not plan.reshard_after_forward:
+            alive |= self._gathered_embedding()
         return alive
 
     # What layers that have yet to run backward keep
 
     def kept_by_layers(self, count: int, *, running: bool) -> Alive:
         """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
-        every, below = self.every, count - 1 if running else count
-        checkpointed = 0 if every is None else -(-count // every)
-        whole = count - checkpointed
-        if running and (every is None or (count - 1) % every):
-            whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
-        kept = saved(self.shape, self.tokens * whole) if whole else {}
-        if self.shape.saves_input:
+        below = count - 1 if running else count
+        kinds = self.kinds[:count]
+        checkpointed = sum(kind.recomputed for kind in kinds)
+        kept: Alive = {}
+        # the running layer's own instant has what it saved
+        for kind, number in Counter(kind for kind in kinds[:below] if not kind.recomputed).items():
+            kept = merge(kept, times(self.saved[kind], number))
+        kept = merge(kept, self._masks({kind.mask for kind in kinds if kind.recomputed}))
+        if self.ring and self.plan.padding and self.first_rank and checkpointed:
+            # the mask of the rank's own tokens is built and handed to every layer, though ring attention ignores it
+            kept = merge(kept, self._masks({"full_attention"}))
+        if self.saves_input:
             kept = merge(kept, self._inputs(count - checkpointed))
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
         on_gpu = checkpointed
@@ -178,11 +347,20 @@ class _Step:
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
             kept[item.key] = outputs
-        if spec_moe := self.spec.moe:
+        if self.spec.moe is not None and self.spec.moe.has_router_loss:
             kept[moe.router_gradients.key] = moe.router_gradients(
-                tokens=self.tokens, num_experts=spec_moe.num_experts, num_layers=count
-            )
+                tokens=self.tokens, num_experts=self.spec.moe.num_experts,
+                num_layers=sum(not kind.dense for kind in kinds),
+            )  # fmt: skip
         return kept
+
+    def _masks(self, layer_types: set[str | None]) -> Alive:
+        """Materialised masks of the layer types named."""
+        item, eager = attention.masks, self.plan.attn_implementation == "eager"
+        number = len(layer_types - {None})
+        own_row = self.plan.max_length // self.plan.cp_size
+        size = {"tokens": self.tokens, "row_tokens": own_row, "num_masks": number}
+        return {item.key: item(element_bytes=weights.BF16_BYTES if eager else BOOL_BYTES, **size)}
 
     def _inputs(self, num_layers: int) -> Alive:
         item = activations.layer_inputs
@@ -212,11 +390,11 @@ class _Step:
             alive = {gradients.accumulated.key: left}
         ranks = self.plan.shard_size
         if not self.plan.offload_params:
-            per_parameter = weights.FP32_BYTES if self.fsdp else self.gradient_bytes
+            per_parameter = self.trained_bytes if self.fsdp else self.gradient_bytes
             alive[gradients.finished.key] = gradients.finished(
                 num_parameters=done, dtype_bytes=per_parameter, ranks=ranks
             )
-        if self.plan.dp_replicate_size > 1:
+        if self.fsdp and self.plan.dp_replicate_size > 1:
             reduced = gradients.all_reduce_input
             alive[reduced.key] = reduced(num_parameters=done, ranks=ranks)
         return alive
@@ -233,57 +411,97 @@ class _Step:
     def forward(self) -> Alive:
         """MLP of the last layer in the forward pass."""
         spec = self.spec
-        alive = merge(self.step_wide, self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive |= self._masks(set(self.masks))
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
-        if self.every is not None and spec.moe is None:
+        if not self.kinds[-1].recomputed and not self.float32:
+            norm = loss_head.final_norm_forward
+            wide = TRAITS[spec.model_type].wide_norms
+            alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
+        elif self.every is not None and spec.moe is None:
             alive[activations.mlp_forward.key] = activations.mlp_forward(
                 tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
             )
         if self.fsdp:
-            alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=self.layer, num_layers=2)
+            alive |= self._gathered(2, kept=self.layers)
         return merge(alive, self.gradients(done=0, current=0))
 
     def loss(self) -> Alive:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide, self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
         if self.fsdp:
-            alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+            alive |= self._gathered_after_forward()
         if self.plan.loss == "full":
             full = loss_head.full_logits
             alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
+        elif self.plan.loss == "chunked-256":
+            chunks = loss_head.chunks_of_rows
+            alive[chunks.key] = chunks(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
         else:
-            alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=tokens, hidden_size=hidden)
-            if not self.frozen:
+            scored = math.ceil(tokens * self.plan.scored_fraction)
+            alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=scored, hidden_size=hidden)
+            if self.trains_head:
                 gradient = loss_head.weight_gradient
                 alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
-            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=tokens)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
             if float32:
                 alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
+    def final_norm(self) -> Alive:
+        """Backward of the final norm, when the head's gradient is there."""
+        spec, norm = self.spec, loss_head.final_norm_backward
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive = merge(alive, self._autocast_of(self.layers))
+        alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
+        if self.fsdp:
+            alive |= self._gathered_after_forward()
+        made = 0 if self.holds_tied_head or not self.trains_head else spec.vocab_size * spec.hidden_size
+        return merge(alive, self.gradients(done=0, current=made), self.tied_head())
+
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
-        done = (self.layers - 1 - index) * self.trainable_layer
+        done = self.trainable_above[index + 1]
         done += 0 if self.holds_tied_head else self.trainable_head
-        common = merge(self.step_wide, self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
-        alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
+        alive = merge(self._beside(index), self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
+
+    def _beside(self, index: int) -> Alive:
+        """What is there in the backward of layer ``index`` beside gradients and what the layer has itself."""
+        return merge(self.step_wide(index + 1), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
 
     def _fsdp_buffers(self, index: int) -> Alive:
         """Gathered weights of this layer and the prefetched unit, and the last unit's gradients."""
-        gathered = weights.gathered_layers
-        alive = {gathered.key: gathered(layer_parameters=self.layer, num_layers=2 if index > 0 else 1)}
-        if index == 0 and not self.tied:
+        alive = self._gathered(2 if index > 0 else 1, kept=index + 1)
+        if index == 0 and not self.tied and self.plan.reshard_after_forward:
             alive |= self._gathered_embedding()
-        previous_unit = self.trainable_layer if index < self.layers - 1 else (0 if self.tied else self.trainable_head)
+        above = index + 1
+        previous_unit = (
+            self.trainable_layers[above] if above < self.layers else (0 if self.tied else self.trainable_head)
+        )
         scatter = gradients.reduce_scatter_input
         return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
+
+    def _gathered(self, num_layers: int, *, kept: int) -> Alive:
+        """Whole weights of ``num_layers`` decoder layers, or of ``kept`` ones where none is freed early."""
+        item, packed = weights.gathered_layers, weights.gathered_nf4_layers
+        if not self.plan.reshard_after_forward:
+            num_layers = kept
+        linears = _linear_parameters(self.spec) // self.layers if self.quantised else 0
+        alive = {item.key: item(layer_parameters=self.layer - linears, num_layers=num_layers)}
+        if self.quantised:
+            alive[packed.key] = packed(linear_parameters=linears, num_layers=num_layers)
+        return alive
+
+    def _gathered_after_forward(self) -> Alive:
+        item = weights.gathered_head
+        return {item.key: item(head_parameters=self.head)} | self._gathered(0, kept=self.layers)
 
     def _gathered_embedding(self) -> Alive:
         item = weights.gathered_embedding
@@ -292,33 +510,80 @@ class _Step:
     def embedding_backward(self) -> Alive:
         """Backward of the token embedding."""
         spec, tokens = self.spec, self.tokens
-        done = self.layers * self.trainable_layer + (0 if self.holds_tied_head else self.trainable_head)
+        done = self.trainable_above[0] + (0 if self.holds_tied_head else self.trainable_head)
         table = gradients.embedding(embedding_parameters=spec.embedding_parameters, dtype_bytes=self.compute_bytes)
         incoming = activations.residual(
             tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
         )
-        alive = merge(self.step_wide, self.gradients(done, current=0), self.tied_head())
+        alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
-        if not self.frozen:
+        del alive[activations.rotary_tables.key]
+        if self.trains_embedding:
             alive[gradients.embedding.key] = table
+            sums = gradients.embedding_partial_sums
+            alive[sums.key] = sums(tokens=tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
-            alive[scatter.key] = scatter(unit_parameters=self.trainable_layer)
+            alive[scatter.key] = scatter(unit_parameters=self.trainable_layers[0])
             if not self.tied:
                 alive |= self._gathered_embedding()
         return alive
 
     def optimizer_step(self) -> Alive:
         """All gradients and the optimizer's own temporaries."""
-        spec, plan = self.spec, self.plan
+        plan = self.plan
         alive = merge(self.states, self.gradients(self.trainable, current=0))
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
             alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
         if plan.optim == "adafactor":
-            largest = max(rows * columns for rows, columns in spec.matrix_shapes())
-            alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=largest)
+            alive[optimizer.adafactor_update.key] = optimizer.adafactor_update(largest_parameter=self._largest_matrix())
+        if plan.optim == "adamw_torch_8bit":
+            update = optimizer.torchao_update
+            alive[update.key] = update(largest_parameter=self._largest_matrix(), ranks=plan.shard_size)
         return alive
+
+    def _largest_matrix(self) -> int:
+        """Parameters of the largest matrix that is trained."""
+        tables = (self.trains_embedding, self.trains_head and not self.tied)
+        shapes = self.spec.matrix_shapes()
+        layers = shapes[: len(shapes) - (1 if self.tied else 2)]
+        trained = layers + shapes[len(layers) : len(layers) + sum(tables)]
+        return max(rows * columns for rows, columns in trained)
+
+    def evaluation(self) -> dict[str, Alive]:
+        """Forward passes over evaluation rows, whole sequences on every rank, where the plan asks for them."""
+        spec, rows, length = self.spec, self.plan.per_device_eval_batch_size, self.plan.max_length
+        if rows is None:
+            return {}
+        batch, positions, tables = activations.batch, activations.positions, activations.rotary_tables
+        tables_bytes = tables(tokens=length, head_dim=spec.head_dim, dtype_bytes=weights.BF16_BYTES)
+        common = merge(self.states, {batch.key: batch(tokens=rows * length, micro_batches=1)})
+        in_layer = merge(common, {positions.key: positions(tokens=length), tables.key: tables_bytes})
+        if self.fsdp:
+            in_layer = merge(in_layer, self._gathered(2, kept=self.layers))
+            common = merge(common, self._gathered_after_forward())
+            if self.tied:
+                in_layer[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        return {
+            phase: merge(common if phase == evaluation.LOSS else in_layer, alive)
+            for phase, alive in evaluation.instants(spec, rows * length).items()
+        }
+
+    def save(self) -> Alive:
+        """Saving the trained model: FSDP2 gathers one parameter after another on every rank."""
+        alive = dict(self.states)
+        if self.fsdp:
+            spec, item = self.spec, evaluation.gathered_parameter
+            widest = max(spec.vocab_size, spec.intermediate_size)
+            alive[item.key] = item(largest_parameter=widest * spec.hidden_size)
+        return alive
+
+
+def _linear_parameters(spec: ModelSpec) -> int:
+    """Weights of all linears of the decoder layers, which nf4 packs; head, embedding and norms stay bf16."""
+    tables = 1 if spec.tie_word_embeddings else 2
+    return sum(rows * columns for rows, columns in spec.matrix_shapes()[:-tables])
 
 
 def state_bytes(plan: TrainPlan) -> int:
@@ -354,8 +619,22 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         alive[host.optimizer_states.key] = host.optimizer_states(
             num_parameters=spec.num_parameters, ranks=plan.shard_size
         )
-    load = host.load_copies(num_parameters=spec.num_parameters, dtype_bytes=state_bytes(plan))
+    if plan.optim.startswith("paged"):
+        alive[host.paged_states.key] = _paged_states(spec, plan)
+    load = host.load_copies(
+        num_parameters=spec.num_parameters,
+        dtype_bytes=state_bytes(plan),
+        copies=min(plan.num_gpus, plan.gpus_per_node) if plan.backend == "ddp" else 1,
+    )
     return alive | {host.load_copies.key: load}
+
+
+def _paged_states(spec: ModelSpec, plan: TrainPlan) -> int:
+    step = _Step(spec, plan, rank=0)
+    small = lora.small_adapter_parameters(step.targets, plan.lora_r or 0, optimizer.PAGED_FROM)
+    paged = step.trainable - small * step.layers
+    wide = paged if plan.optim == "paged_adamw_32bit" else spec.embedding_parameters if step.trains_embedding else 0
+    return host.paged_states(narrow_parameters=paged - wide, wide_parameters=wide)
 
 
 @dataclass(frozen=True)
@@ -380,7 +659,7 @@ def host_need(spec: ModelSpec, plan: TrainPlan) -> HostNeed:
     pinned = sum(items.get(item.key, 0) for item in (host.pinned_layer_inputs, host.pinned_shards))
     return HostNeed(
         pinned_bytes_per_rank=pinned,
-        other_bytes_per_rank=items.get(host.optimizer_states.key, 0),
+        other_bytes_per_rank=items.get(host.optimizer_states.key, 0) + items.get(host.paged_states.key, 0),
         load_bytes_per_node=items[host.load_copies.key],
         ranks_per_node=min(plan.num_gpus, plan.gpus_per_node),
     )

@@ -6,8 +6,13 @@ Letters: P parameters, W ranks, b bytes of one element, V vocabulary, H hidden s
 from __future__ import annotations
 
 from lcplan.estimators._item import item
-from lcplan.estimators.weights import BF16_BYTES
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 from lcplan.units import ceil_div
+
+ONE_PASS_TOKENS = 3072
+"""Tokens up to which torch's embedding backward needs no partial sums (aten/native/cuda/Embedding.cu)."""
+ROWS_PER_PARTIAL_SUM = 10
+"""Rows of one token id that one partial sum takes (aten/native/cuda/EmbeddingBackwardKernel.cu NROWS_PER_THREAD)."""
 
 
 @item("gradients.finished", "gradient")
@@ -84,6 +89,36 @@ def embedding(*, embedding_parameters: int, dtype_bytes: int) -> int:
     Confidence: exact
     """
     return dtype_bytes * embedding_parameters
+
+
+@item("gradients.embedding_partial_sums", "temporary")
+def embedding_partial_sums(*, tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Float32 sums of at most ten rows of the same token, before they are added to the table's gradient.
+
+    Formula: ``4*H*min(T, V + T/10)`` if T > 3072
+    Live in: backward.embedding
+    Rounding: an upper bound: every token id of the vocabulary occurs, or every token is another
+    Ignores: sort indices of some bytes per token
+    Source: aten/native/cuda/EmbeddingBackwardKernel.cu; allocator trace of Qwen3-0.6B float32; row m112
+    Confidence: exact
+    """
+    if tokens <= ONE_PASS_TOKENS:
+        return 0
+    return FP32_BYTES * hidden_size * min(tokens, vocab_size + ceil_div(tokens, ROWS_PER_PARTIAL_SUM))
+
+
+@item("communication.ddp_buckets", "gradient")
+def ddp_buckets(*, num_parameters: int, dtype_bytes: int) -> int:
+    """DDP's buckets: a second copy of every gradient, kept from step to step.
+
+    Formula: ``b*P``
+    Live in: every phase (DDP)
+    Rounding: exact
+    Ignores: nothing
+    Source: torch.nn.parallel DistributedDataParallel, gradient_as_bucket_view=False; rows m162-m167
+    Confidence: exact
+    """
+    return dtype_bytes * num_parameters
 
 
 @item("communication.reduce_scatter_input", "reduce_scatter")

@@ -25,17 +25,19 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 
 
 @item("host.load_copies", "parameter")
-def load_copies(*, num_parameters: int, dtype_bytes: int) -> int:
+def load_copies(*, num_parameters: int, dtype_bytes: int, copies: int) -> int:
     """The whole model in host memory while the job starts: the main process alone reads it and sends out the shards.
 
-    Formula: ``b * P``
+    Under DDP every process of the node reads its own.
+
+    Formula: ``b * P * copies``
     Live in: init
     Rounding: exact
     Ignores: files in the page cache, which the kernel gives back
     Source: accelerate 1.15 fsdp2_prepare_model (float32 upcast before sharding, cpu_ram_efficient_loading)
     Confidence: modelled
     """
-    return dtype_bytes * num_parameters
+    return dtype_bytes * num_parameters * copies
 
 
 @item("host.pinned_shards", "parameter")
@@ -64,3 +66,17 @@ def optimizer_states(*, num_parameters: int, ranks: int) -> int:
     Confidence: modelled
     """
     return ceil_div(2 * FP32_BYTES * num_parameters, ranks)
+
+
+@item("host.paged_states", "optimizer_state")
+def paged_states(*, narrow_parameters: int, wide_parameters: int) -> int:
+    """Paged optimizer states: managed memory, which moves to the host where the GPU is full.
+
+    Formula: ``2*P_narrow + 8*P_wide``
+    Live in: every phase from the second step on
+    Rounding: exact
+    Ignores: that they stay on the GPU while there is room, beside what PyTorch's allocator holds
+    Source: bitsandbytes 0.50 functional.get_paged (cudaMallocManaged); rows m114 and m115
+    Confidence: modelled
+    """
+    return 2 * narrow_parameters + 2 * FP32_BYTES * wide_parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lcplan.errors import PlanError
 from lcplan.estimators._item import item
-from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
+from lcplan.estimators.weights import BF16_BYTES
 from lcplan.model_spec import ModelSpec
 from lcplan.units import ceil_div
 
@@ -49,18 +49,23 @@ def adapter_parameters(shapes: dict[str, tuple[int, int]], rank: int) -> int:
     return sum(rank * (inputs + outputs) for inputs, outputs in shapes.values())
 
 
-@item("lora.adapters", "parameter")
-def adapters(*, num_parameters: int, ranks: int) -> int:
-    """Adapter weights; peft keeps them in float32.
+def small_adapter_parameters(shapes: dict[str, tuple[int, int]], rank: int, below: int) -> int:
+    """Parameters of one layer's adapter matrices that have fewer than ``below`` elements."""
+    return sum(rank * side for shape in shapes.values() for side in shape if rank * side < below)
 
-    Formula: ``4*P_a/W``
+
+@item("lora.adapters", "parameter")
+def adapters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
+    """Adapter weights: float32 by peft's choice, bf16 by TRL's on a quantised base.
+
+    Formula: ``b*P_a/W``
     Live in: every phase
     Rounding: up to whole bytes
     Ignores: 512-byte blocks of small tensors
-    Source: peft 0.21 autocast_adapter_dtype; resident bytes of row m020
+    Source: peft 0.21 autocast_adapter_dtype; trl 1.16 SFTTrainer; resident bytes of rows m020, m122
     Confidence: exact
     """
-    return ceil_div(FP32_BYTES * num_parameters, ranks)
+    return ceil_div(dtype_bytes * num_parameters, ranks)
 
 
 @item("lora.weight_casts", "temporary")
@@ -84,7 +89,7 @@ def saved(*, tokens: int, sum_of_inputs: int, num_targets: int, rank: int) -> in
     Formula: ``(2*inputs + 2*r)*T`` summed over the adapted linears
     Live in: backward of a layer
     Rounding: exact
-    Ignores: lora_dropout, whose mask and scaled copy come on top
+    Ignores: nothing
     Source: peft 0.21 LoraLayer.forward under autocast; allocator trace of Qwen3-4B with r=16
     Confidence: exact
     """
@@ -100,25 +105,41 @@ def shared_inputs(*, tokens: int, sum_of_inputs: int, num_targets: int, rank: in
     Formula: ``(2*inputs + 2*r*targets)*T``
     Live in: backward of a layer (FSDP2)
     Rounding: exact
-    Ignores: lora_dropout
+    Ignores: nothing
     Source: torch.distributed.fsdp MixedPrecisionPolicy; allocator trace of Qwen3-8B with r=16, cp 4
     Confidence: exact
     """
     return (2 * sum_of_inputs + 2 * rank * num_targets) * tokens
 
 
+@item("lora.dropped_inputs", "activation")
+def dropped_inputs(*, tokens: int, sum_of_inputs: int, num_targets: int, rank: int) -> int:
+    """With lora_dropout every adapted linear has its own dropped input (bf16), its mask (a byte each), and A's output.
+
+    Formula: ``(2*inputs + inputs + 2*r)*T`` summed over the adapted linears
+    Live in: backward of a layer (lora_dropout > 0)
+    Rounding: exact
+    Ignores: nothing
+    Source: torch native_dropout; allocator traces of Qwen3-4B, Llama-3.2-1B and Qwen3-8B (cp 4) with dropout
+    Confidence: exact
+    """
+    return (3 * sum_of_inputs + 2 * rank * num_targets) * tokens
+
+
 @item("lora.down_forward", "temporary")
-def down_forward(*, tokens: int, hidden_size: int, intermediate_size: int) -> int:
-    """End of the recomputation, in down_proj's adapter, when its float32 input is alive.
+def down_forward(*, tokens: int, hidden_size: int, intermediate_size: int, wide: bool, dropout: bool) -> int:
+    """End of the recomputation, in down_proj's adapter.
 
-    That is 4I, with the product 2I, and five times 2H: the mid-layer sum, the MLP's input, the base's result, and twice
-    the incoming gradient less the one that every instant has.
+    The product is alive (2I), in float32 adapters its float32 copy too (4I) and with dropout the dropped copy (4I);
+    and five times 2H: the mid-layer sum, the MLP's input, the base's result, and twice the incoming gradient less the
+    one that every instant has.
 
-    Formula: ``(6*I + 8*H)*T``
+    Formula: ``(2*I + 8*H)*T``; float32 adapters: ``(6*I + 8*H)*T``; and dropout: ``(10*I + 8*H)*T``
     Live in: backward of a layer (down_proj adapted)
     Rounding: exact
     Ignores: nothing
-    Source: peft 0.21 LoraLayer._cast_input_dtype; allocator trace of Qwen3-4B with r=16; row m020
+    Source: peft 0.21 LoraLayer._cast_input_dtype; allocator traces of Qwen3-4B with r=16, nf4, dropout; row m020
     Confidence: exact
     """
-    return (6 * intermediate_size + 8 * hidden_size) * tokens
+    product = (10 if dropout else 6) if wide else 2
+    return (product * intermediate_size + 8 * hidden_size) * tokens

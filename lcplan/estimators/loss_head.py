@@ -12,6 +12,8 @@ TOKENS_PER_TILE = 4096
 """trl 1.16 kernels/chunked_logprob.py TOKEN_CHUNK_SIZE."""
 VOCAB_PER_TILE = 32768
 """trl 1.16 trainer/utils.py _CHUNKED_LOGPROB_CHUNK_SIZE."""
+ROWS_PER_CHUNK = 256
+"""trl 1.13 and 1.14 trainer/sft_trainer.py: chunk_size of the patched forward."""
 FULL_LOGITS_BYTES = 12
 """Bytes a token and vocabulary entry at the peak of a full-logits loss: bf16 logits, their float32 copy, log-softmax or
 its gradient, the bf16 gradient. Rows m015 and m016 agree within 0.01%."""
@@ -32,6 +34,36 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) ->
     return (width * hidden_size + 4) * tokens
 
 
+@item("loss_head.final_norm_forward", "temporary")
+def final_norm_forward(*, tokens: int, hidden_size: int, wide: bool) -> int:
+    """Forward of the final RMSNorm, its casts, and the hidden states before and after all layers.
+
+    Masks are still there. Without them the loss is larger.
+
+    Formula: ``16*H*T``; wide norms: ``18*H*T``
+    Live in: forward (the last layer not checkpointed)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: transformers 5.24 Gemma3RMSNorm, MistralRMSNorm; traces of Gemma 3 and Mistral with a sliding window
+    Confidence: exact
+    """
+    return (18 if wide else 16) * hidden_size * tokens
+
+
+@item("loss_head.final_norm_backward", "temporary")
+def final_norm_backward(*, tokens: int, hidden_size: int) -> int:
+    """Backward of the final RMSNorm: its saved float32 input and five float32 tensors more.
+
+    Formula: ``24*H*T``
+    Live in: final_norm
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: autograd of pow, mean, rsqrt, mul; allocator trace of Qwen3-4B; row m127
+    Confidence: exact
+    """
+    return 6 * FP32_BYTES * hidden_size * tokens
+
+
 @item("loss_head.hidden_states", "temporary")
 def hidden_states(*, tokens: int, hidden_size: int) -> int:
     """Hidden states picked for scoring (2H), their float32 gradient (4H) and its cast (2H), per-token statistics (28).
@@ -39,7 +71,7 @@ def hidden_states(*, tokens: int, hidden_size: int) -> int:
     Formula: ``(8*H + 28)*T``
     Live in: loss
     Rounding: exact
-    Ignores: tokens whose label is -100, which are not scored
+    Ignores: some bytes a token for the mask of labels; T counts tokens that have a label
     Source: trl 1.16 ChunkedLogProbFunction; allocator trace of Qwen3-4B without checkpointing
     Confidence: exact
     """
@@ -86,6 +118,26 @@ def casts(*, tokens: int, hidden_size: int) -> int:
     Confidence: exact
     """
     return BF16_BYTES * hidden_size * (2 * VOCAB_PER_TILE + min(tokens, TOKENS_PER_TILE))
+
+
+@item("loss_head.chunks_of_rows", "temporary")
+def chunks_of_rows(*, tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """TRL 1.13's loss, checkpointed in chunks of 256 rows: sorted hidden states, their gradient, order and labels.
+
+    Beside them the head's gradient so far, and the larger of: this chunk's part with their sum, or the chunk's logits,
+    log-probabilities, probabilities and their product in float32.
+
+    Formula: ``(4*H + 16)*T + 2*V*H + max(4*V*H + 512*H, 16*256*V)``
+    Live in: loss (TRL 1.13 and 1.14)
+    Rounding: exact from three chunks on (T > 512)
+    Ignores: nothing
+    Source: trl 1.13 _chunked_cross_entropy_loss; allocator trace of Qwen3-4B at 32,768 tokens; row m133
+    Confidence: exact
+    """
+    table = vocab_size * hidden_size
+    summing = 2 * BF16_BYTES * table + BF16_BYTES * ROWS_PER_CHUNK * hidden_size
+    logits = 4 * FP32_BYTES * ROWS_PER_CHUNK * vocab_size
+    return (2 * BF16_BYTES * hidden_size + 16) * tokens + BF16_BYTES * table + max(summing, logits)
 
 
 @item("loss_head.full_logits", "temporary")

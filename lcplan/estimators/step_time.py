@@ -175,7 +175,10 @@ def refusal(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> str | None:
         f"--optim {plan.optim} on the host has not been timed": (
             plan.offload_params and plan.optim not in HOST_OPTIMIZER_S
         ),
-        f"--backend {plan.backend} has not been timed": plan.backend == "deepspeed",
+        f"--backend {plan.backend} has not been timed": plan.backend not in ("single", "fsdp2"),
+        "layers with and without experts have not been timed": spec.moe is not None and bool(spec.moe.dense_layers),
+        "padded rows have not been timed": plan.padding,
+        "frozen embeddings have not been timed": plan.freeze_embeddings or plan.freeze_head,
         f"--quantize {plan.quantize} has not been timed": plan.quantize != "none",
         "packed rows attend to less than max_length": plan.packing,
     }
@@ -303,7 +306,7 @@ class StepTimer:
     def _head_seconds(self, plan: TrainPlan) -> float:
         """The logits: forward, once more in the backward where they come in chunks, and two gradients."""
         spec, tokens = self.spec, plan.tokens_per_rank
-        chunked = plan.loss == "chunked"
+        chunked = plan.loss != "full"
         products = (2 if chunked else 1) + (1 if plan.lora_r else 2)
         per_entry = LOGITS_TRAFFIC + HEAD_ACCUMULATOR_TRAFFIC * spec.hidden_size if chunked else FULL_LOGITS_TRAFFIC
         traffic = per_entry * tokens * spec.vocab_size
@@ -350,7 +353,8 @@ class StepTimer:
         layers, micro = self.spec.num_hidden_layers, plan.gradient_accumulation_steps
         gather = weights.BF16_BYTES * self.num_parameters * (ranks - 1) / ranks
         reduced = 0.0 if plan.lora_r else gather
-        states = (2 * micro * gather + reduced) / self._link(plan, ranks)
+        gathers = 2 if plan.reshard_after_forward else 1
+        states = (gathers * micro * gather + reduced) / self._link(plan, ranks)
         if plan.dp_replicate_size > 1:
             replicas = plan.dp_replicate_size
             summed = 2 * weights.FP32_BYTES * self.num_parameters / ranks * (replicas - 1) / replicas

@@ -12,6 +12,10 @@ BF16_BYTES = 2
 """torch.bfloat16.itemsize."""
 FP32_BYTES = 4
 """torch.float32.itemsize."""
+NF4_BLOCK = 64
+"""Weights that share one scale: bitsandbytes 0.50 default blocksize of 4-bit weights on CUDA."""
+NF4_NESTED_BLOCK = 256
+"""Scales that share one float32 scale of their own: double quantisation, bitsandbytes 0.50 quantize_4bit."""
 
 
 @item("weights.parameters", "parameter")
@@ -28,11 +32,43 @@ def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
     return ceil_div(dtype_bytes * num_parameters, ranks)
 
 
+@item("weights.nf4", "parameter")
+def nf4(*, num_parameters: int, ranks: int) -> int:
+    """Linear weights in 4-bit NormalFloat: two a byte, a one-byte scale a block, a float32 scale for 256 scales.
+
+    FSDP2 shards the packed weights and leaves the scales whole on every rank.
+
+    Formula: ``P/(2*W) + P/64 + 4*P/(64*256)``
+    Live in: every phase
+    Rounding: up to whole bytes
+    Ignores: tables of 16 and 256 values for each matrix, 2 kB
+    Source: bitsandbytes 0.50 quantize_4bit with compress_statistics; resident bytes of rows m122-m126
+    Confidence: exact
+    """
+    scales = ceil_div(num_parameters, NF4_BLOCK)
+    return ceil_div(num_parameters, 2 * ranks) + scales + FP32_BYTES * ceil_div(scales, NF4_NESTED_BLOCK)
+
+
+@item("weights.dequantised", "temporary")
+def dequantised(*, largest_matrix: int) -> int:
+    """One 4-bit matrix unpacked to bf16 for the gradient of its input.
+
+    Formula: ``2*H*I`` (the largest matrix of a layer)
+    Live in: backward of a layer (nf4)
+    Rounding: exact
+    Ignores: nothing
+    Source: bitsandbytes 0.50 MatMul4Bit.backward; allocator trace of Qwen3-4B with nf4; row m123
+    Confidence: exact
+    """
+    return BF16_BYTES * largest_matrix
+
+
 @item("weights.gathered_layers", "all_gather")
 def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
     """Unsharded bf16 weights of decoder layers under FSDP2: the current one and the prefetched next.
 
-    N is 2 in the backward of layers 1 and up, 1 in layer 0.
+    N is 2 in the backward of layers 1 and up, 1 in layer 0. Where layers are not resharded after their forward, all
+    that have not yet run backward are there.
 
     Formula: ``2*P_layer*N``
     Live in: forward, backward
@@ -42,6 +78,20 @@ def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
     Confidence: exact
     """
     return BF16_BYTES * layer_parameters * num_layers
+
+
+@item("weights.gathered_nf4_layers", "all_gather")
+def gathered_nf4_layers(*, linear_parameters: int, num_layers: int) -> int:
+    """Unsharded 4-bit linears of decoder layers under FSDP2, the current one and the prefetched next.
+
+    Formula: ``P_linear/2*N``
+    Live in: forward, backward
+    Rounding: up to whole bytes
+    Ignores: nothing
+    Source: torch.distributed.fsdp fully_shard over bitsandbytes' packed storage; row m126
+    Confidence: exact
+    """
+    return ceil_div(linear_parameters, 2) * num_layers
 
 
 @item("weights.gathered_embedding", "all_gather")
