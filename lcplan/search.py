@@ -22,7 +22,9 @@ from lcplan.train_plan import TrainPlan, resolve
 
 ORDER_BY = "h200"
 """GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
-FORWARD_IGNORES = frozenset({"loss", "cp_comm_strategy", "rope", "host_memory_bytes"})
+FORWARD_IGNORES = frozenset(
+    ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
+)
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
 _forward_key = attrgetter(*(name for name in TrainPlan.model_fields if name not in FORWARD_IGNORES))
 

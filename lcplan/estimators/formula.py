@@ -129,17 +129,22 @@ class _Step:
         self.ring_copies_output = self.ring and rank < plan.cp_size - 1
         self.first_rank = rank == 0
         self.targets = targets
-        self.masks = [self._mask(kind) for kind in spec.layer_types]
+        by_type = {kind: self._mask(kind) for kind in set(spec.layer_types)}
+        self.masks = [by_type[kind] for kind in spec.layer_types]
         dense = () if spec.moe is None else spec.moe.dense_layers
         self.kinds: list[Kind] = [
             Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
         ]
         self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
         self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
-        self.instants = {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
         self.saves_input = self.shapes[self.kinds[0]].saves_input
         # gradients of the layers above each, and of all
         self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+
+    @cached_property
+    def instants(self) -> dict[Kind, tuple[LayerInstant, ...]]:
+        """By kind of layer those instants of its backward that can be its largest."""
+        return {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
 
     def _checkpointed(self, index: int) -> bool:
         return self.every is not None and index % self.every == 0
