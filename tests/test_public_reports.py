@@ -151,8 +151,8 @@ def test_r08_tokens_and_gpus_doubled_together() -> None:
     """Reported: 364, 696 and 1346 s for 1M, 2M and 4M tokens on 8, 16 and 32 GPUs; no memory. lcplan has no step time.
 
     A GPU keeps its tokens and its part of a layer, and the states are spread thinner: 55.1, 47.1, 43.2 GB. Only with
-    the default `allgather` does the last take 49.1 GB, because keys and values of all ranks meet on each. 2M tokens fit
-    no plan on 8 GPUs and fit 16.
+    the default `allgather` does the last take 49.1 GB, because keys and values of all ranks meet on each. 2M tokens
+    fit 8 GPUs with weights and states on the host alone, and 16 without.
     """
     config = REPORTS["R08"]["config"]
     reports = [
@@ -177,7 +177,8 @@ def test_r08_tokens_and_gpus_doubled_together() -> None:
     assert gathering.dominant.key == "attention.ring_gathered_kv"
     spec, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("h100-80gb")
     on_8, on_16 = (recommend(spec, Goal(max_length=2 << 20, gpu=gpu.id, num_gpus=n), gpu) for n in (8, 16))
-    assert on_8.plans == ()
+    assert on_8.plans[0].plan.offload_params, "it fits since the states may lie on the host"
+    assert on_8.headroom_bytes == 0
     assert on_16.plans[0].plan.tokens_per_rank == 131_072
 
 

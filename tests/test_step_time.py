@@ -159,10 +159,13 @@ def test_accumulation_repeats_all_but_the_optimizer() -> None:
     ("given", "reason"),
     [
         ({"attn_implementation": "eager"}, "causal sdpa"),
-        ({"optim": "muon"}, "--optim muon has not been timed"),
+        ({"optim": "adamw_torch_8bit"}, "--optim adamw_torch_8bit has not been timed"),
         ({"num_gpus": 2, "offload_params": True, "optim": "sgd"}, "on the host"),
+        ({"num_gpus": 2, "backend": "ddp"}, "ddp"),
         ({"num_gpus": 2, "backend": "deepspeed"}, "deepspeed"),
-        ({"quantize": "nf4"}, "nf4"),
+        ({"quantize": "nf4", "lora_r": 8}, "nf4"),
+        ({"padding": True}, "padded"),
+        ({"freeze_head": True}, "frozen"),
         ({"packing": True}, "packed"),
     ],
 )

@@ -186,9 +186,9 @@ def test_safe_rope_set_late(tmp_path: Path) -> None:
     render_job(small_job(rope=RopeParameters.model_validate(rope)), tmp_path / "scaled")
     render_job(small_job(), tmp_path / "plain")
     code = (
-        "import json; from accelerate import PartialState; from model import build_model, load_config;"
-        "job = json.load(open('plan.json')); state = PartialState(cpu=True);"
-        "config = load_config(job); model = build_model(job, config, state);"
+        "import json, torch; from model import build_model, load_config;"
+        "job = json.load(open('plan.json')); config = load_config(job);"
+        "model = build_model(job, config, torch.device('cpu'), empty=False);"
         "print(json.dumps([model.model.rotary_emb.inv_freq.tolist(), config.max_position_embeddings]))"
     )
     found = {}
