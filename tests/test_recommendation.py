@@ -6,6 +6,7 @@ import pytest
 
 from lcplan.errors import PlanError
 from lcplan.hardware import GpuSpec, load_gpu
+from lcplan.ledger import instant_words
 from lcplan.levers import LEVERS
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
@@ -285,3 +286,19 @@ def test_a_goal_without_a_legal_plan_says_why() -> None:
 def test_longest_where_nothing_fits() -> None:
     with pytest.raises(PlanError, match="No combination"):
         ask(tiny_spec(), small_gpu(1000))
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("backward[0].mlp", "the backward of the MLP of the first layer"),
+        ("backward[35].attention", "the backward of the attention of the last layer"),
+        ("backward[3].expert_gradients", "the backward of the expert gradients of layer 3"),
+        ("backward.embedding", "the backward of the embedding"),
+        ("loss", "the backward of the loss"),
+        ("optimizer_step", "the optimizer step"),
+        ("forward", "the forward"),
+    ],
+)
+def test_instants_in_words(phase: str, words: str) -> None:
+    assert instant_words(phase, 36) == words
