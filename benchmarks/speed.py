@@ -12,6 +12,10 @@ from lcplan.estimators import formula
 
 RUNS = 7
 BARE = [sys.executable, "-c", "import typer, rich.console, rich.table, pydantic"]
+RECOMMEND = [
+    sys.executable, "-m", "lcplan", "recommend", "Qwen/Qwen3-8B", "--max-length", "1048576", "--gpu", "h100-80gb",
+    "--num-gpus", "8", "--json",
+]  # fmt: skip
 ESTIMATE = [sys.executable, "-m", "lcplan", "estimate", "--preset", "qwen3-8b-1m"]
 
 
@@ -28,6 +32,10 @@ def main() -> None:
     cold = statistics.median(a for a, _ in pairs)
     ratio = statistics.median(a / b for a, b in pairs)
     print(f"cold start of estimate: {cold:.3f} s, {ratio:.2f} x importing typer, rich and pydantic")
+
+    pairs = [(seconds(RECOMMEND), seconds(BARE)) for _ in range(RUNS)]
+    whole, ratio = statistics.median(a for a, _ in pairs), statistics.median(a / b for a, b in pairs)
+    print(f"recommend over the whole lattice: {whole:.3f} s, {ratio:.2f} x importing typer, rich and pydantic")
 
     spec, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("h100-80gb")
     given = {"max_length": 1 << 20, "gpu": gpu.id, "num_gpus": 8, "cp_size": 8, "offload_activations": True}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from lcplan.errors import EnvironmentProblem, PlanError
-from lcplan.estimators import formula, weights
+from lcplan.estimators import formula, step_time, weights
 from lcplan.estimators._item import ITEMS
 from lcplan.estimators.layer import Alive
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
     DEVICE,
+    BatchSize,
     Category,
     DiskUse,
     GpuSummary,
@@ -21,10 +23,13 @@ from lcplan.ledger import (
     ModelSummary,
     PhaseTotal,
     PlanWarning,
+    StepTime,
+    TokenBudget,
 )
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import resolve_rope
 from lcplan.train_plan import TrainPlan
+from lcplan.units import ceil_div
 
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
@@ -128,11 +133,47 @@ def make_report(
         items=_items(phases, on_top, formula.host_items(spec, plan)),
         phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
         rope=rope,
+        batch=BatchSize(sequences_per_step=plan.sequences_per_step, tokens_per_step=plan.tokens_per_step),
+        **_time(spec, plan, gpu),
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
         not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
     )
+
+
+def _time(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> dict[str, Any]:
+    """The report's fields about time."""
+    reason = step_time.refusal(spec, plan, gpu)
+    rates = gpu.kernel_rates
+    if reason is not None or rates is None:
+        return {"step_time_unknown": reason}
+    timer = step_time.StepTimer(spec, gpu, rates)
+    parts = timer.parts(plan)
+    seconds = parts.total
+    peak = plan.num_gpus * gpu.bf16_dense_flops
+    source = f"those of {rates.measured_on} by the ratio of the spec sheets" if rates.scaled else "measured"
+    return {
+        "step_time_s": seconds,
+        "tokens_per_second": plan.tokens_per_step / seconds,
+        "step_time": StepTime(
+            seconds=seconds,
+            parts=asdict(parts),
+            tokens_per_second_per_gpu=plan.tokens_per_step / seconds / plan.num_gpus,
+            mfu=timer.model_flops(plan) / seconds / peak,
+            mfu_convention=step_time.MFU_CONVENTION,
+            rates=source,
+        ),
+    }
+
+
+def with_token_budget(report: MemoryReport, tokens: int) -> MemoryReport:
+    """The report with the time that so many tokens take."""
+    steps = ceil_div(tokens, report.batch.tokens_per_step)
+    seconds = None if report.step_time_s is None else steps * report.step_time_s
+    gpu_hours = None if seconds is None else seconds * report.plan["num_gpus"] / 3600
+    budget = TokenBudget(tokens=tokens, steps=steps, seconds=seconds, gpu_hours=gpu_hours)
+    return report.model_copy(update={"token_budget": budget})
 
 
 def _model_summary(spec: ModelSpec) -> ModelSummary:

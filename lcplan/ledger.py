@@ -49,6 +49,16 @@ PHASE_HELP = {
 }
 
 
+def instant_words(phase: str, num_layers: int) -> str:
+    """A phase as one would say it: ``backward[0].mlp`` is the backward of the MLP of the first layer."""
+    if not phase.startswith("backward["):
+        named = {"loss": "the backward of the loss", "optimizer_step": "the optimizer step"}
+        return named.get(phase, "the backward of the embedding" if phase == "backward.embedding" else f"the {phase}")
+    index, _, part = phase.removeprefix("backward[").partition("].")
+    layer = {0: "the first layer", num_layers - 1: "the last layer"}.get(int(index), f"layer {index}")
+    return f"the backward of the {'MLP' if part == 'mlp' else part.replace('_', ' ')} of {layer}"
+
+
 class MemoryItem(Record):
     """One line of the ledger."""
 
@@ -118,6 +128,37 @@ class RopeParameters(Record):
     original_max_position_embeddings: int
 
 
+class StepTime(Record):
+    """Seconds of one optimizer step and what follows from them."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by part; they add up."""
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs a second over the peak, by ``mfu_convention``."""
+    mfu_convention: str
+    rates: str
+    """Where the rates of the kernels come from."""
+
+
+class TokenBudget(Record):
+    """How long a number of tokens takes; whole steps."""
+
+    tokens: int
+    steps: int
+    seconds: float | None
+    """None where the step has no time."""
+    gpu_hours: float | None
+
+
+class BatchSize(Record):
+    """What one optimizer step trains on; GPUs that share a sequence count once."""
+
+    sequences_per_step: int
+    tokens_per_step: int
+
+
 class PlanWarning(Record):
     """Something the user should know before renting GPUs."""
 
@@ -155,8 +196,14 @@ class MemoryReport(Record):
     items: tuple[MemoryItem, ...]
     phases: tuple[PhaseTotal, ...]
     rope: RopeParameters | None
+    batch: BatchSize
     step_time_s: float | None = None
     tokens_per_second: float | None = None
+    """Of the whole job."""
+    step_time: StepTime | None = None
+    step_time_unknown: str | None = None
+    """Why there is no step time."""
+    token_budget: TokenBudget | None = None
     compared: tuple[Compared, ...] = ()
     """The formulas' numbers beside the measured ones (probe)."""
     warnings: tuple[PlanWarning, ...] = ()

@@ -8,6 +8,7 @@ norms per layer) is resolved in ``model_families``, so that estimators see plain
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
@@ -91,7 +92,7 @@ class ModelSpec(Record):
     config: dict[str, Any] = Field(repr=False)
     """The config.json as read; the job is generated from it."""
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Every parameter of the model; shared weights counted once."""
         outside = self.embedding_parameters + self.lm_head_parameters

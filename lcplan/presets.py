@@ -57,7 +57,7 @@ def load_preset(name: str) -> Preset:
 def parse_preset(text: str, *, name: str) -> Preset:
     """A preset from YAML; an unknown or repeated key is an error."""
     try:
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
+        content = yaml.load(text, Loader=UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise InputError("bad-preset", f"Preset {name!r} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
@@ -77,7 +77,7 @@ def _preset_files() -> dict[str, str]:
     return {entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8") for entry in entries}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """YAML lets a later key silently replace an earlier one; this does not."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

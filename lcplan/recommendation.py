@@ -1,27 +1,36 @@
-"""The least invasive plan that fits: levers are pulled in the guide's order until the step fits.
-
-The order is the guide's: chunked loss and YaRN cost nothing and come first, then checkpointing, offload, and at
-last context parallelism over as few GPUs as will do.
-"""
+"""The fastest plan that fits, the longest length that does, or the fewest GPUs; with the reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import lcm
+from typing import Any, Literal
 
 from pydantic import Field
 
 from lcplan._record import Record
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
-from lcplan.estimators import formula
-from lcplan.hardware import GpuSpec
+from lcplan.estimators import step_time
+from lcplan.explanation import LeftOut, Step, binding, left_out, reasons, short_of, waterfall
+from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
-from lcplan.rope import resolve_rope
+from lcplan.rope import longest_reach, resolve_rope
+from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice, order_words
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
 from lcplan.units import ByteUnits, format_bytes
+
+Objective = Literal["fastest", "smallest"]
+HEADROOM_SHARE = 20
+"""Of the usable memory, one in so many parts stays free under ``fastest``: for what is not modelled."""
+MOST_NODES = 8
+"""Nodes up to which the search for a change that would make it fit looks."""
+LORA_RANK = 16
+"""Rank of the adapters that are tried where nothing fits."""
+PARETO_ROWS = 12
 
 
 class Goal(Record):
@@ -32,15 +41,22 @@ class Goal(Record):
     num_gpus: int = Field(default=1, gt=0)
     fixed: dict[str, Any] = Field(default_factory=dict)
     """Plan fields the user has decided; the search leaves them alone."""
+    objective: Objective = "fastest"
+    min_gpus: bool = False
+    """Take as few of ``num_gpus`` as will do."""
+    headroom_bytes: int | None = Field(default=None, ge=0)
+    """What must stay free on a GPU; None: a twentieth under ``fastest`` with a length where that can be had."""
+    disk_bytes: int | None = Field(default=None, gt=0)
+    """What a checkpoint may take."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """Of one GPU, in whatever money."""
 
 
-class Step(Record):
-    """One row of the table from naive to final: the device peak after one more lever."""
+class Cost(Record):
+    """What a plan costs at the goal's price; None where the step has no time."""
 
-    lever: str
-    change: str
-    device_peak_bytes: int
-    fits: bool
+    per_step: float | None
+    per_billion_tokens: float | None
 
 
 class RankedPlan(Record):
@@ -50,7 +66,22 @@ class RankedPlan(Record):
     report: MemoryReport
     levers: tuple[str, ...]
     why: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
     steps: tuple[Step, ...]
+    cost: Cost | None = None
+
+
+class ParetoPoint(Record):
+    """A plan that no other one beats in both time and memory; ``relative_time`` is over the fastest of all."""
+
+    levers: tuple[str, ...]
+    plan: dict[str, Any]
+    """The searched fields."""
+    device_peak_bytes: int
+    step_time_s: float | None
+    relative_time: float
+    fits: bool
+    chosen: bool
 
 
 class Recommendation(Record):
@@ -60,189 +91,313 @@ class Recommendation(Record):
     goal: Goal
     plans: tuple[RankedPlan, ...]
     searched: int
+    """Legal plans of the lattice, all of which were considered."""
     binding: str
+    headroom_bytes: int
+    """What was asked to stay free."""
+    order: str
+    """Whose kernel rates put the plans in order of time."""
+    fewer_gpus: str | None = None
+    """Where the plan leaves GPUs idle that nobody asked to save: why."""
+    pareto: tuple[ParetoPoint, ...] = ()
     nearest: RankedPlan | None = None
+    changes: tuple[str, ...] = ()
+    """Where nothing fits: the smallest changes that would make it fit."""
 
 
 def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec, *, units: ByteUnits = "GiB") -> Recommendation:
-    """Walk the levers in order and stop at the first plan that fits; ``units`` is for the sizes in its sentences.
+    """Search every legal combination of levers; ``units`` is for the sizes in the sentences.
 
     Raises:
-        PlanError: when no combination of the goal is legal at all (the message is that of the last one tried).
+        PlanError: when no combination of the goal is legal at all (the message is the most telling one).
     """
-    best: TrainPlan | None = None
-    nearest: tuple[int, TrainPlan] | None = None
-    searched = 0
-    refusal: PlanError | None = None
-    for values in _combinations(goal):
+    return _Search(spec, goal, gpu, units).answer()
+
+
+def compare_gpus(answers: Sequence[Recommendation]) -> Recommendation:
+    """One answer out of several GPUs' answers: those with a price first, cheapest first, then the fastest."""
+    with_plans = [answer for answer in answers if answer.plans]
+    if not with_plans:
+        return answers[0].model_copy(update={"searched": sum(answer.searched for answer in answers)})
+
+    def key(answer: Recommendation) -> tuple[bool, float, float]:
+        best = answer.plans[0]
+        cost = best.cost.per_billion_tokens if best.cost is not None else None
+        return cost is None, cost or 0.0, -(best.report.tokens_per_second or 0.0)
+
+    ordered = sorted(with_plans, key=key)
+    first = ordered[0]
+    plans = tuple(answer.plans[0] for answer in ordered)
+    return first.model_copy(update={"plans": plans, "searched": sum(answer.searched for answer in answers)})
+
+
+class _Search:
+    """One goal on one kind of GPU."""
+
+    def __init__(self, spec: ModelSpec, goal: Goal, gpu: GpuSpec, units: ByteUnits) -> None:
+        self.spec, self.goal, self.gpu, self.units = spec, goal, gpu, units
+        self.fixed = {name: value for name, value in goal.fixed.items() if value is not None}
+        if gpu.node_host_memory_bytes is not None:
+            self.fixed.setdefault("host_memory_bytes", gpu.node_host_memory_bytes)
+        self.headroom = goal.headroom_bytes
+        if self.headroom is None:
+            roomy = goal.max_length is not None and goal.objective == "fastest" and not goal.min_gpus
+            self.headroom = gpu.usable_bytes // HEADROOM_SHARE if roomy else 0
+        self.prices = Prices(spec, gpu, gpu.usable_bytes - self.headroom)
+
+    def answer(self) -> Recommendation:
+        """The whole answer."""
+        num_gpus, length = self.goal.num_gpus, self.goal.max_length
+        counts = self._counts(num_gpus)
+        if self.goal.min_gpus:
+            counts = next(((n,) for n in counts if self._any_fits((n,))), counts)
+        if length is None:
+            length = self._longest(counts)
+        plans = self._lattice(counts, length)
+        pareto = self._pareto(plans)
+        best = self._best(plans)
+        if best is None and self.goal.headroom_bytes is None and self.headroom:
+            self.headroom, self.prices.room = 0, self.gpu.usable_bytes  # a wish, where nobody asked for it
+            best = self._best(plans)
+        searched = len(plans.candidates)
+        if best is not None and self._disk_fits(best.plan):
+            ranked = self._ranked(best, plans)
+            return Recommendation(
+                goal=self.goal,
+                plans=(ranked,),
+                searched=searched,
+                binding=binding(ranked.report, self.units),
+                headroom_bytes=self.headroom or 0,
+                order=order_words(self.gpu),
+                fewer_gpus=self._fewer_gpus(best, plans),
+                pareto=self._points(pareto, plans, best),
+            )
+        missed = best or pareto[-1]
+        ranked = self._ranked(missed, plans)
+        return Recommendation(
+            goal=self.goal,
+            plans=(),
+            searched=searched,
+            binding=binding(ranked.report, self.units),
+            headroom_bytes=self.headroom or 0,
+            order=order_words(self.gpu),
+            fewer_gpus=self._fewer_gpus(missed, plans),
+            pareto=self._points(pareto, plans, None),
+            nearest=ranked,
+            changes=tuple(self._changes(ranked.report, num_gpus)),
+        )
+
+    def _counts(self, most: int) -> tuple[int, ...]:
+        """Numbers of GPUs to try; what the user said of a node is taken for all of them."""
+        node = int(self.fixed.get("gpus_per_node", self.gpu.gpus_per_node))
+        return gpu_counts(most, max(node, 1)) if "gpus_per_node" not in self.fixed else (most,)
+
+    def _lattice(self, counts: Sequence[int], length: int, **fixed: Any) -> Lattice:
+        resolve_rope(self.spec, length, str(self.fixed.get("rope", "auto")))
+        found = lattice(self.spec, self.gpu, counts, length, self.fixed | fixed)
+        if not found.candidates:
+            raise _most_telling(found.refusals)
+        return found
+
+    def _best(self, plans: Lattice) -> Candidate | None:
+        if self.goal.objective == "fastest":
+            return next((candidate for candidate in plans.candidates if self.prices.fits(candidate)), None)
+        best: tuple[int, Candidate] | None = None
+        for candidate in plans.candidates:
+            limit = self.prices.room if best is None else best[0] - 1
+            if not self.prices.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan):
+                best = self.prices.device_peak(candidate.plan), candidate
+        return best and best[1]
+
+    def _fewer_gpus(self, best: Candidate, plans: Lattice) -> str | None:
+        used, there = best.plan.num_gpus, self.goal.num_gpus
+        if used == there or self.goal.min_gpus:
+            return None
+        start = f"{used} of {there} GPUs"
+        if any(candidate.plan.num_gpus == there for candidate in plans.candidates):
+            return f"{start}: no plan on all of them is as good"
+        on_all = lattice(self.spec, self.gpu, (there,), best.plan.max_length, self.fixed)
+        return f"{start}: {_most_telling(on_all.refusals).message}"
+
+    def _disk_fits(self, plan: TrainPlan) -> bool:
+        asked = self.goal.disk_bytes
+        return asked is None or estimate(self.spec, plan, self.gpu).disk.checkpoint_bytes <= asked
+
+    # Lengths and numbers of GPUs
+
+    def _longest(self, counts: Sequence[int]) -> int:
+        """The largest max_length at which a plan fits; the shortest legal one where none does."""
+        reach = longest_reach(self.spec, str(self.fixed.get("rope", "auto")), MAX_TOKENS)
+        batch = int(self.fixed.get("per_device_train_batch_size", 1))
+        multiple = 2 * lcm(*counts)
+        if multiple > MAX_TOKENS:
+            counts, multiple = counts[-1:], 2 * counts[-1]
+        base = lattice(self.spec, self.gpu, counts, multiple, self.fixed | {"rope": "none"})
+        if not base.candidates:
+            raise _most_telling(base.refusals)
+        best = 0
+        for candidate in self._most_saving_first(base.candidates, min(reach, MAX_TOKENS // batch)):
+            best = self._longer(candidate, best, min(reach, MAX_TOKENS // batch))
+        if best == 0:
+            raise PlanError(
+                "nothing-fits",
+                f"No combination of levers fits {self.spec.id} on {counts[-1]} x {self.gpu.id} at any length. Use more "
+                "GPUs, a larger one, or a smaller model.",
+            )
+        return best
+
+    def _most_saving_first(self, candidates: Sequence[Candidate], reach: int) -> list[Candidate]:
+        """So that the first candidates already reach far, and most of the others fail at once."""
+        probe = min(reach, 1 << 17)
+
+        def stored(candidate: Candidate) -> int:
+            multiple = candidate.plan.length_multiple
+            plan = candidate.plan.model_copy(update={"max_length": max(probe // multiple, 1) * multiple})
+            return self.prices.forward(plan)
+
+        return sorted(candidates, key=stored)
+
+    def _longer(self, candidate: Candidate, best: int, reach: int) -> int:
+        """The longest length above ``best`` at which this combination fits, or ``best``."""
+        multiple = candidate.plan.length_multiple
+
+        def fits(units: int) -> bool:
+            plan = candidate.plan.model_copy(update={"max_length": units * multiple})
+            return self.prices.fits(Candidate(plan, 0.0, candidate.levers))
+
+        low, high = best // multiple + 1, reach // multiple + 1
+        if low >= high or not fits(low):
+            return best
+        step = 1
+        while low + step < high and fits(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * multiple
+
+    def _any_fits(self, counts: Sequence[int], **fixed: Any) -> bool:
+        if self.goal.max_length is None:
+            return True
         try:
-            plan = _plan(spec, goal, gpu, values)
-            if plan is None:
-                continue
-            peak = _device_peak(spec, plan)
-        except PlanError as error:
-            refusal = error
-            continue
-        searched += 1
-        over = peak - gpu.usable_bytes
-        if over <= 0 and _host_fits(spec, plan):
-            if goal.max_length is not None:
-                best = plan
+            plans = self._lattice(counts, self.goal.max_length, **fixed)
+        except PlanError:
+            return False
+        return any(self.prices.fits(candidate) for candidate in reversed(plans.candidates))
+
+    # What goes with a plan
+
+    def _pareto(self, plans: Lattice) -> list[Candidate]:
+        """Candidates that no other one beats in both time and memory, fastest first; the last needs the least."""
+        front: list[Candidate] = []
+        least: int | None = None
+        for candidate in plans.candidates:
+            if least is None or not self.prices.exceeds(candidate, least - 1):
+                least = self.prices.device_peak(candidate.plan)
+                front.append(candidate)
+        return front
+
+    def _points(self, front: list[Candidate], plans: Lattice, chosen: Candidate | None) -> tuple[ParetoPoint, ...]:
+        rows = sorted({*_thinned(front, PARETO_ROWS), *([chosen] if chosen else [])}, key=lambda c: c.order)
+        fastest = plans.candidates[0].seconds_per_token
+        timed = plans.candidates and step_time.refusal(self.spec, plans.candidates[0].plan, self.gpu) is None
+        return tuple(
+            ParetoPoint(
+                levers=active_levers(self.spec, row.plan),
+                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)},
+                device_peak_bytes=self.prices.device_peak(row.plan),
+                step_time_s=row.seconds_per_token * row.plan.tokens_per_step if timed else None,
+                relative_time=row.seconds_per_token / fastest,
+                fits=self.prices.fits(row),
+                chosen=row is chosen,
+            )
+            for row in rows
+        )
+
+    def _ranked(self, candidate: Candidate, plans: Lattice) -> RankedPlan:
+        _, assumptions = resolve(self.spec, self._asked(candidate), usual_gpus_per_node=self.gpu.gpus_per_node)
+        if "host_memory_bytes" not in self.goal.fixed and "host_memory_bytes" in self.fixed:
+            there = format_bytes(self.fixed["host_memory_bytes"], self.units)
+            assumptions += (f"host_memory = {there} a node: the usual node of this GPU",)
+        report = estimate(self.spec, candidate.plan, self.gpu, assumptions=assumptions)
+        return RankedPlan(
+            plan=candidate.plan,
+            report=report,
+            levers=active_levers(self.spec, candidate.plan),
+            why=reasons(self.spec, candidate, report, self.prices, self.units),
+            left_out=left_out(self.spec, candidate, plans, self.prices, self.units),
+            steps=waterfall(self.spec, candidate.plan, self.prices),
+            cost=self._cost(report),
+        )
+
+    def _asked(self, candidate: Candidate) -> dict[str, Any]:
+        """What the user and the search have set, so that only the rest is an assumption."""
+        plan = candidate.plan
+        asked = {name: getattr(plan, name) for name in (*SEARCHED, "max_length", "gpu", "num_gpus")}
+        return asked | {name: value for name, value in self.goal.fixed.items() if value is not None}
+
+    def _cost(self, report: MemoryReport) -> Cost | None:
+        price = self.goal.price_per_hour
+        if price is None:
+            return None
+        seconds, tokens = report.step_time_s, report.batch.tokens_per_step
+        per_step = None if seconds is None else seconds / 3600 * price * report.plan["num_gpus"]
+        return Cost(per_step=per_step, per_billion_tokens=None if per_step is None else per_step * 1e9 / tokens)
+
+    def _changes(self, missed: MemoryReport, num_gpus: int) -> Iterator[str]:
+        """The miss in words, and each smallest change that would make it fit."""
+        if missed.fits and self.goal.disk_bytes is not None:
+            needed, there = (format_bytes(n, self.units) for n in (missed.disk.checkpoint_bytes, self.goal.disk_bytes))
+            yield f"A checkpoint takes {needed} of disk, and {there} are there."
+            return
+        yield short_of(missed, self.prices.room, self.units)
+        if self.goal.max_length is None:
+            return
+        if missed.fits:
+            yield f"a headroom of {format_bytes(missed.headroom_bytes, self.units)} (--headroom)"
+        beyond = (n for n in gpu_counts(self.gpu.gpus_per_node * MOST_NODES, self.gpu.gpus_per_node) if n > num_gpus)
+        more = next((n for n in beyond if self._any_fits((n,))), None)
+        if more is not None:
+            yield f"{more - num_gpus} more {self.gpu.id} ({more} in all)"
+        with suppress(PlanError):
+            yield f"max_length {self._longest((num_gpus,)):,}"
+        for id in _larger(self.gpu):
+            larger = load_gpu(id)
+            goal = self.goal.model_copy(update={"gpu": id, "headroom_bytes": None})
+            if _Search(self.spec, goal, larger, self.units)._any_fits((num_gpus,)):
+                yield f"{num_gpus} x {id}"
                 break
-            if best is None or plan.max_length > best.max_length:
-                best = plan
-        elif nearest is None or over < nearest[0]:
-            nearest = (over, plan)
-    if best is not None:
-        ranked = _ranked(spec, best, gpu, units)
-        return Recommendation(goal=goal, plans=(ranked,), searched=searched, binding=_binding(ranked.report, units))
-    if nearest is None:
-        raise refusal or PlanError("nothing-legal", "No combination of levers is legal for this goal.")
-    missed = _ranked(spec, nearest[1], gpu, units)
-    return Recommendation(
-        goal=goal, plans=(), searched=searched, binding=_binding(missed.report, units), nearest=missed
-    )
+        if "lora_r" not in self.fixed and self._any_fits((num_gpus,), lora_r=LORA_RANK):
+            yield f"LoRA of rank {LORA_RANK} (--lora-r {LORA_RANK}): another training, only adapters learn"
 
 
-def _combinations(goal: Goal) -> Iterator[dict[str, Any]]:
-    """Lever settings from least to most invasive; what the user fixed is not varied."""
-    sizes = [size for size in range(1, goal.num_gpus + 1) if goal.num_gpus % size == 0]
-    for cp_size in sizes:
-        for checkpointing, offload in (("none", False), ("full", False), ("full", True)):
-            values: dict[str, Any] = {
-                "cp_size": cp_size, "activation_checkpointing": checkpointing, "offload_activations": offload,
-            }  # fmt: skip
-            if all(goal.fixed.get(name, value) == value for name, value in values.items()):
-                yield values
+SEARCHED = (
+    "backend", "dp_replicate_size", "dp_shard_size", "cp_size", "cp_comm_strategy", "loss", "activation_checkpointing",
+    "checkpoint_every_n_layers", "offload_activations", "activation_offloading", "offload_params", "optim",
+)  # fmt: skip
+"""Plan fields that the search sets."""
 
 
-def _plan(spec: ModelSpec, goal: Goal, gpu: GpuSpec, values: dict[str, Any]) -> TrainPlan | None:
-    given = goal.fixed | values | {"gpu": goal.gpu, "num_gpus": goal.num_gpus}
-    if goal.max_length is not None:
-        return resolve(spec, given | {"max_length": goal.max_length}, usual_gpus_per_node=gpu.gpus_per_node)[0]
-    return _longest(spec, given, gpu)
+def _most_telling(refusals: Sequence[PlanError]) -> PlanError:
+    """Of the reasons why nothing is legal the one that holds for most combinations."""
+    if not refusals:
+        return PlanError("nothing-legal", "No combination of levers is legal for this goal.")
+    counts: dict[str, int] = {}
+    for refusal in refusals:
+        counts[refusal.message] = counts.get(refusal.message, 0) + 1
+    return max(refusals, key=lambda refusal: counts[refusal.message])
 
 
-def _longest(spec: ModelSpec, given: dict[str, Any], gpu: GpuSpec) -> TrainPlan | None:
-    """Largest max_length that fits with these levers, to the multiple; None where not even the smallest does."""
-    unit = 2 * given["cp_size"] if given["cp_size"] > 1 else 1
+def _larger(gpu: GpuSpec) -> list[str]:
+    from lcplan import catalog
 
-    def plan_of(units: int) -> TrainPlan:
-        return resolve(spec, given | {"max_length": units * unit}, usual_gpus_per_node=gpu.gpus_per_node)[0]
-
-    def fits(units: int) -> bool:
-        try:
-            plan = plan_of(units)
-            resolve_rope(spec, plan.max_length, plan.rope)
-        except PlanError as error:
-            if error.code in ("rope-stacked", "absurd-value"):
-                return False
-            raise
-        return _device_peak(spec, plan) <= gpu.usable_bytes and _host_fits(spec, plan)
-
-    if not fits(1):
-        return None
-    low, high = 1, MAX_TOKENS // unit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return plan_of(low)
+    sizes = {id: load_gpu(id).usable_bytes for id in catalog.gpu_ids()}
+    return sorted((id for id, size in sizes.items() if size > gpu.usable_bytes), key=lambda id: sizes[id])
 
 
-def _device_peak(spec: ModelSpec, plan: TrainPlan) -> int:
-    ranks = formula.candidate_ranks(plan)
-    worst = max(max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in ranks)
-    return worst + sum(formula.on_top(plan, worst).values())
-
-
-def _host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:
-    available = plan.host_memory_bytes
-    return available is None or formula.host_need(spec, plan).bytes_per_node <= available
-
-
-def _ranked(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, units: ByteUnits) -> RankedPlan:
-    report = estimate(spec, plan, gpu)
-    levers = active_levers(spec, plan)
-    steps = _steps(spec, plan, gpu)
-    return RankedPlan(plan=plan, report=report, levers=levers, why=_why(spec, plan, gpu, report, units), steps=steps)
-
-
-def _without_context_parallel(plan: TrainPlan) -> dict[str, Any]:
-    return {"cp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.cp_size}
-
-
-def _steps(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> tuple[Step, ...]:
-    """Device peak from the naive plan to the final one, one lever at a time."""
-    naive: dict[str, Any] = {
-        "loss": "full", "activation_checkpointing": "none", "offload_activations": False,
-        **_without_context_parallel(plan),
-    }  # fmt: skip
-    levers = active_levers(spec, plan)
-    changes: list[tuple[str, str, dict[str, Any]]] = [("naive", "full logits, everything saved", {})]
-    changes.append(("chunked-loss", "loss = chunked", {"loss": "chunked"}))
-    if "yarn" in levers and report_rope(spec, plan):
-        changes.append(("yarn", report_rope(spec, plan), {}))
-    if plan.activation_checkpointing == "full":
-        changes.append(("activation-checkpointing", "full", {"activation_checkpointing": "full"}))
-    if plan.offload_activations:
-        changes.append(("offload-activations", "layer inputs to host", {"offload_activations": True}))
-    if plan.cp_size > 1:
-        sizes = {"cp_size": plan.cp_size, "dp_shard_size": plan.dp_shard_size}
-        changes.append(("context-parallel", f"cp_size = {plan.cp_size}", sizes))
-    steps = []
-    current = plan.model_copy(update=naive)
-    for lever, text, update in changes:
-        current = current.model_copy(update=update)
-        peak = _device_peak(spec, current)
-        fits = peak <= gpu.usable_bytes
-        steps.append(Step(lever=lever, change=text, device_peak_bytes=peak, fits=fits))
-    return tuple(steps)
-
-
-def report_rope(spec: ModelSpec, plan: TrainPlan) -> str:
-    """``factor 32 x 32,768`` or an empty string."""
-    rope = resolve_rope(spec, plan.max_length, plan.rope)
-    return f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}" if rope else ""
-
-
-def _why(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, report: MemoryReport, units: ByteUnits) -> tuple[str, ...]:
-    def size(num_bytes: int) -> str:
-        return format_bytes(num_bytes, units)
-
-    room = size(gpu.usable_bytes)
-
-    def without(**update: object) -> str:
-        return size(_device_peak(spec, plan.model_copy(update=update)))
-
-    reasons = [
-        f"chunked-loss: with full logits of {plan.tokens_per_rank:,} tokens x {spec.vocab_size:,} entries the peak "
-        f"would be {without(loss='full')} instead of {size(report.device_peak_bytes)}; it costs nothing."
-    ]
-    rope = report.rope
-    if rope:
-        reasons.append(
-            f"yarn: {plan.max_length:,} tokens are {rope.factor:g} times the {rope.original_max_position_embeddings:,} "
-            f"that {spec.id} was pretrained at (its config allows {spec.max_position_embeddings:,})."
-        )
-    if plan.activation_checkpointing == "full":
-        bare = without(activation_checkpointing="none", offload_activations=False)
-        reasons.append(f"activation-checkpointing: without it the peak is {bare} of {room}.")
-    if plan.offload_activations:
-        reasons.append(
-            f"offload-activations: without it the peak is {without(offload_activations=False)} of {room}; it pins "
-            f"{size(report.host.pinned_bytes_per_node)} of host memory a node."
-        )
-    if plan.cp_size > 1:
-        smaller = max(size for size in range(1, plan.cp_size) if plan.num_gpus % size == 0)
-        sizes = {"cp_size": smaller, "dp_shard_size": plan.num_gpus // smaller // plan.dp_replicate_size}
-        reasons.append(
-            f"context-parallel: cp_size {plan.cp_size} leaves {plan.tokens_per_rank:,} tokens a GPU; with cp_size "
-            f"{smaller} the peak is {without(**sizes)} of {room}. max_length must stay a multiple of "
-            f"{plan.length_multiple}: trim, never pad."
-        )
-    return tuple(reasons)
-
-
-def _binding(report: MemoryReport, units: ByteUnits) -> str:
-    top = report.dominant
-    return f"{top.key} ({format_bytes(top.num_bytes, units)}) in {report.peak_phase} on {report.gpu.id}"
+def _thinned(front: list[Candidate], rows: int) -> list[Candidate]:
+    """At most so many of the front, evenly, with both ends."""
+    if len(front) <= rows:
+        return front
+    return [front[round(i * (len(front) - 1) / (rows - 1))] for i in range(rows)]

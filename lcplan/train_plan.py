@@ -89,6 +89,17 @@ class TrainPlan(Record):
         return self.max_length * self.per_device_train_batch_size // (self.cp_size * self.sp_size)
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step; ranks that share a sequence by cp or sp count once."""
+        replicas = self.num_gpus // (self.cp_size * self.sp_size)
+        return self.per_device_train_batch_size * replicas * self.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all GPUs."""
+        return self.sequences_per_step * self.max_length
+
+    @property
     def shard_size(self) -> int:
         """Ranks over which parameters, gradients and optimizer states are split."""
         return self.dp_shard_size * self.cp_size * self.sp_size if self.backend != "single" else 1
@@ -126,7 +137,8 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
             ) from None
         raise PlanError("bad-value", f"{name} {first.get('input')!r}: {first['msg']}.") from None
     for check in (
-        _check_sizes, _check_parallelism, _check_length, _check_model, _check_levers, _check_states, _check_lora,
+        _check_sizes, _check_parallelism, _check_ulysses_levers, _check_length, _check_model, _check_levers,
+        _check_states, _check_lora,
     ):  # fmt: skip
         check(spec, plan)
     return plan, tuple(assumptions)
@@ -230,6 +242,13 @@ def _check_parallelism(spec: ModelSpec, plan: TrainPlan) -> None:
             f"x sp_size {plan.sp_size} = {product}, but --num-gpus is {plan.num_gpus}: the product must equal it. "
             f"Sizes that divide {plan.num_gpus}: {', '.join(map(str, legal[:12]))}.",
         )
+    if plan.backend == "fsdp2" and plan.dp_replicate_size > 1 and plan.dp_shard_size == 1:
+        raise PlanError(
+            "replicas-without-shards",
+            f"--dp-replicate-size {plan.dp_replicate_size} with --dp-shard-size 1: accelerate keeps replicas only of "
+            "what FSDP2 shards over dp_shard_size, and refuses this. Use a --dp-shard-size of at least 2, or "
+            "--dp-replicate-size 1.",
+        )
     if plan.backend == "ddp" and plan.dp_replicate_size != plan.num_gpus:
         raise PlanError(
             "ddp-sizes",
@@ -258,6 +277,30 @@ def _check_ulysses(spec: ModelSpec, plan: TrainPlan) -> None:
             "sp-heads",
             f"--sp-size {plan.sp_size} does not divide {spec.id}'s {heads} query and {kv} key/value heads. "
             f"Legal sizes: {sizes}.",
+        )
+
+
+def _check_ulysses_levers(spec: ModelSpec, plan: TrainPlan) -> None:
+    """What attention Ulysses can run: a rank has all tokens of some heads."""
+    if plan.sp_size == 1:
+        return
+    if "linear_attention" in spec.layer_types:
+        raise PlanError(
+            "sp-layer-types",
+            f"--sp-size {plan.sp_size} with {spec.id}: its linear-attention layers would restart their state on every "
+            "rank, with wrong gradients behind plausible outputs. Use --sp-size 1.",
+        )
+    if plan.attn_implementation == "eager":
+        raise PlanError(
+            "sp-attention",
+            f"--attn-implementation eager with --sp-size {plan.sp_size}: Ulysses needs a kernel. Use "
+            "--attn-implementation flash_attention_2, or sdpa.",
+        )
+    if plan.packing and plan.attn_implementation != "flash_attention_2":
+        raise PlanError(
+            "sp-packing",
+            f"--packing with --sp-size {plan.sp_size} and --attn-implementation {plan.attn_implementation}: it would "
+            "attend across the samples of a row. Use --attn-implementation flash_attention_2, or --no-packing.",
         )
 
 

@@ -91,8 +91,12 @@ def test_r49_offload_of_short_sequences() -> None:
 def test_r50_pinned_blocks_of_offload() -> None:
     """Reported: offload of 155 tensors of Llama 3 8B costs half the speed with new pinned blocks, a fifth with reused.
 
-    Length missing. lcplan's offload moves one tensor a layer, 32 blocks that are kept between steps; it gives no time.
+    Length missing. lcplan's offload moves one tensor a layer, 32 blocks that are kept between steps; in a
+    steady step, whose blocks are there, it costs 19%.
     """
     report = estimated(LLAMA3_8B, max_length=8192, num_gpus=8, offload_activations=True)
     assert report.host.pinned_bytes_per_rank == 32 * 8192 * 4096 * 2
-    assert report.step_time_s is None, "a step time came: state the overhead of offload"
+    kept = estimated(LLAMA3_8B, max_length=8192, num_gpus=8)
+    assert report.step_time_s is not None
+    assert kept.step_time_s is not None
+    assert report.step_time_s / kept.step_time_s - 1 == pytest.approx(0.192, abs=0.002)

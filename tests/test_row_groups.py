@@ -13,7 +13,7 @@ PULLED = {
     "context-parallel": {"num_gpus": 4, "cp_size": 4},
     "alltoall": {"num_gpus": 4, "cp_size": 4, "cp_comm_strategy": "alltoall"},
     "data-parallel": {"num_gpus": 2},
-    "replicated": {"num_gpus": 2, "dp_replicate_size": 2},
+    "replicated": {"num_gpus": 4, "dp_replicate_size": 2},
     "deepspeed": {"num_gpus": 2, "backend": "deepspeed"},
     "ulysses": {"num_gpus": 3, "backend": "deepspeed", "sp_size": 3, "max_length": 768},
     "offload-activations": {"offload_activations": True},

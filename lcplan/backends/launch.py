@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -87,6 +88,18 @@ def check_gpus(*, num_gpus: int, gpus_per_node: int) -> list[str]:
             "where they are, or plan with a smaller --num-gpus.",
         )
     return names
+
+
+def hidden_cudnn(environment: Mapping[str, str]) -> str | None:
+    """Where LD_LIBRARY_PATH has a cuDNN of its own, which then stands before the one torch brings; None where not."""
+    for entry in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+        folder = Path(entry)
+        try:
+            if folder.is_dir() and any(folder.glob("libcudnn*.so*")):
+                return entry
+        except OSError:
+            continue
+    return None
 
 
 def needs_hub(job: JobSpec) -> bool:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    tolerance: Annotated[str, typer.Option(help="Largest error allowed on a row, such as 1%.")] = "1%",
+    tolerance: Annotated[
+        str | None, typer.Option(help="Largest error allowed on a row; 1% if not given, with --time 10%.")
+    ] = None,
     rows: Annotated[
         Path | None,
         typer.Option(help="JSON-lines file of measured rows; the shipped ones and your own where not given."),
@@ -30,6 +32,9 @@ def command(
         ),
     ] = None,
     method: Annotated[str, typer.Option(help="formula, or trace (train extra; one GPU's rows).")] = "formula",
+    time: Annotated[
+        bool, typer.Option("--time", help="Step times instead of memory, with those that others published.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Hold the formulas against every recorded GPU measurement. Exit 0 if none drifts, 1 if one does.
@@ -37,10 +42,12 @@ def command(
     Example: lcplan check --add runs/qwen3-8b-1m/result.json
     """
     from lcplan.cli.output import check_choice, print_json
-    from lcplan.reports.check_result import print_added, print_check
+    from lcplan.reports.check_result import print_added, print_check, print_times
 
     check_choice("--method", method, ("formula", "trace"))
-    allowed = parse_percent(tolerance)
+    allowed = parse_percent(tolerance or ("10%" if time else "1%"))
+    if time and (add is not None or method != "formula"):
+        raise InputError("time-alone", "--time goes with --tolerance, --rows and --json only. Leave the others out.")
     if add is not None:
         from lcplan.user_rows import record_run, rows_path
 
@@ -50,6 +57,15 @@ def command(
         else:
             print_added(added)
         raise typer.Exit(0 if added.passed else 1)
+    if time:
+        from lcplan.time_checking import check_times, load_published
+
+        times = check_times(_rows(rows), load_published() if rows is None else (), tolerance=allowed)
+        if json:
+            print_json(times)
+        else:
+            print_times(times)
+        raise typer.Exit(0 if times.passed else 1)
     from lcplan.checking import check_rows
 
     report = check_rows(_rows(rows), tolerance=allowed, method="trace" if method == "trace" else "formula")

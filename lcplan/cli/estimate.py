@@ -9,11 +9,15 @@ import typer
 
 from lcplan.cli.plan_options import (
     ConfigOption,
+    EmitOption,
     JsonOption,
     ModelArgument,
     PresetOption,
+    TokenBudgetOption,
     TrustOption,
     UnitsOption,
+    emit_plan,
+    parse_token_budget,
     read_job,
     with_plan_flags,
 )
@@ -59,6 +63,8 @@ def command(
     output_dir: Annotated[
         Path | None, typer.Option(help="Probe: new folder that keeps the job and its record for check --add.")
     ] = None,
+    token_budget: TokenBudgetOption = None,
+    emit: EmitOption = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -68,6 +74,7 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
+    from lcplan.estimation import with_token_budget
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
@@ -82,6 +89,8 @@ def command(
     traces = method == "trace"
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
     report = _report(method, job, asked, units=size_units)
+    if tokens := parse_token_budget(token_budget):
+        report = with_token_budget(report, tokens)
     if compare_rules:
         _print_rules(report, job, as_json=json, units=size_units)
     elif json:
@@ -90,6 +99,7 @@ def command(
         explain_item(report, explain, units=size_units)
     else:
         print_report(report, units=size_units)
+    emit_plan(job.spec, job.plan, emit)
     raise typer.Exit(0 if report.fits else 1)
 
 

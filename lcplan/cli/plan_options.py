@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
@@ -21,7 +22,10 @@ from lcplan.train_plan import TrainPlan, resolve
 from lcplan.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
+    from lcplan.config_reading import ForeignJob
     from lcplan.presets import Preset
+
+    Base = Preset | ForeignJob
 
 Flag = bool | None
 PLAN = "Plan"
@@ -99,9 +103,10 @@ def _plan_flags(
 
 
 def with_plan_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every plan flag; it receives what the user set as ``given``."""
-    shared = inspect.signature(_plan_flags, eval_str=True).parameters
+    """Give a command every plan flag but those it has itself; it receives what the user set as ``given``."""
+    every = inspect.signature(_plan_flags, eval_str=True).parameters
     own = inspect.signature(command, eval_str=True)
+    shared = {name: flag for name, flag in every.items() if name not in own.parameters}
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -122,10 +127,41 @@ ModelArgument = Annotated[
     typer.Argument(metavar="[MODEL]", help="Catalog or Hub id, or a path to a config.json or its folder."),
 ]
 PresetOption = Annotated[str | None, typer.Option(help="A named job, see `lcplan list presets`.")]
-ConfigOption = Annotated[Path | None, typer.Option(help="A job in a preset's YAML format.")]
+ConfigOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="A preset's YAML, or that of accelerate, TRL, axolotl or LLaMA-Factory; several are merged."),
+]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model repository's own code.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+TokenBudgetOption = Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B: how long that takes.")]
+EmitOption = Annotated[
+    Path | None, typer.Option(help="Write the plan as accelerate.yaml and sft.yaml (TRL) into this folder.")
+]
 UnitsOption = Annotated[str, typer.Option(help="GiB or GB.")]
+
+
+def emit_plan(spec: ModelSpec, plan: TrainPlan, folder: Path | None) -> None:
+    """Write the files of ``--emit`` and say so on stderr."""
+    if folder is None:
+        return
+    from lcplan.config_writing import write_configs
+
+    launcher, trainer = write_configs(spec, plan, folder)
+    print(f"Wrote {launcher} and {trainer}.", file=sys.stderr)  # noqa: T201
+
+
+def parse_token_budget(text: str | None) -> int | None:
+    """``--token-budget`` as a count; None where it is not given.
+
+    Raises:
+        InputError: for what is no count, and for none.
+    """
+    if text is None:
+        return None
+    tokens = parse_count(text)
+    if tokens < 1:
+        raise InputError("bad-value", f"--token-budget {text!r:.60} is not a positive count. Write 1B or 500M.")
+    return tokens
 
 
 class Job(NamedTuple):
@@ -135,13 +171,13 @@ class Job(NamedTuple):
     plan: TrainPlan
     gpu: GpuSpec
     assumptions: tuple[str, ...]
-    preset: Preset | None
+    preset: Base | None
 
 
 def read_job(
     model: str | None,
     preset: str | None,
-    config: Path | None,
+    config: list[Path] | None,
     given: dict[str, Any],
     *,
     trust_remote_code: bool,
@@ -166,32 +202,63 @@ def read_job(
         )
     found = load_gpu(gpu) if gpu else None
     plan, assumptions = resolve(spec, values, usual_gpus_per_node=found.gpus_per_node if found else 1)
+    check_foreign(base, spec, plan)
     return Job(spec, plan, load_gpu(plan.gpu), assumptions, base)
 
 
-def read_base(model: str | None, preset: str | None, config: Path | None) -> Preset | None:
-    """The preset or job file that the flags build on; exactly one of model, preset and file must be there."""
-    if preset is not None and config is not None:
-        raise InputError("two-bases", "--preset and --config both describe a job. Give one of them.")
-    if model is None and preset is None and config is None:
-        raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
-    if preset is None and config is None:
-        return None
-    from lcplan.presets import load_preset, parse_preset  # yaml: only where it is needed
+def check_foreign(base: Base | None, spec: ModelSpec, plan: TrainPlan) -> None:
+    """What another tool's file says that only shows once the plan is known.
 
+    Raises:
+        PlanError: for padding that does not divide, and a rope_theta that is not the model's.
+    """
+    if getattr(base, "formats", None) is None:
+        return
+    from lcplan.config_reading import check_padding
+    from lcplan.rope import check_theta
+
+    job = cast("ForeignJob", base)
+    check_padding(job, plan.length_multiple)
+    if job.rope is not None and job.rope.get("rope_theta") is not None:
+        check_theta(spec, float(job.rope["rope_theta"]))
+
+
+def read_base(model: str | None, preset: str | None, config: list[Path] | None) -> Base | None:
+    """The preset or job files that the flags build on; at least one of model, preset and file must be there."""
+    if preset is not None and config:
+        raise InputError("two-bases", "--preset and --config both describe a job. Give one of them.")
+    if model is None and preset is None and not config:
+        raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
     if preset is not None:
+        from lcplan.presets import load_preset  # yaml: only where it is needed
+
         return load_preset(preset)
-    if config is not None:
-        try:
-            text = config.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("unreadable-config", f"--config {config} cannot be read: {error}.") from None
-        return parse_preset(text, name=config.stem)
-    return None
+    return _read_files(config) if config else None
+
+
+def _read_files(files: list[Path]) -> Base:
+    from lcplan.config_reading import read_configs, read_yaml
+    from lcplan.presets import parse_preset
+
+    if len(files) == 1 and "plan" in read_yaml(files[0]):
+        return parse_preset(files[0].read_text("utf-8"), name=files[0].stem)
+    job = read_configs(files)
+    say_what_was_read(job)
+    return job
+
+
+def say_what_was_read(job: ForeignJob) -> None:
+    """On stderr: what was taken from another tool's files, and what was not."""
+    lines = [f"read {job.name} ({', '.join(job.formats)}): {'; '.join(job.taken) or 'nothing'}"]
+    if job.ignored:
+        lines.append(f"ignored: {', '.join(job.ignored)}")
+    lines += [f"warning [{warning.code}]: {warning.message} {warning.fix}" for warning in job.warnings]
+    for line in lines:
+        print(line, file=sys.stderr)  # noqa: T201
 
 
 def read_spec(
-    model: str | None, base: Preset | None, *, trust_remote_code: bool, any_architecture: bool = False
+    model: str | None, base: Base | None, *, trust_remote_code: bool, any_architecture: bool = False
 ) -> ModelSpec:
     """The model named on the command line, or the preset's."""
     read: SpecReader = ModelSpec.from_config
@@ -206,6 +273,8 @@ def read_spec(
         return load_model(model, trust_remote_code=trust_remote_code, read=read)
     if base is None:
         raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
+    if base.model is None:
+        raise InputError("no-model", f"{base.name} names no model. Give MODEL on the command line as well.")
     if base.config is not None:
         return read(base.config, base.model)
     return load_model(base.model, trust_remote_code=trust_remote_code, read=read)

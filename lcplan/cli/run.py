@@ -23,7 +23,7 @@ from lcplan.errors import InputError
 from lcplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from lcplan.presets import Preset
+    from lcplan.cli.plan_options import Base
 
 
 @with_plan_flags
@@ -100,9 +100,9 @@ def command(
 def _plan(
     model: str | None,
     preset: str | None,
-    config: Path | None,
+    config: list[Path] | None,
     given: dict[str, Any],
-    base: Preset | None,
+    base: Base | None,
     *,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def _plan(
     }
 
 
-def _data(asked: str | None, text_column: str, base: Preset | None) -> Any:
+def _data(asked: str | None, text_column: str, base: Base | None) -> Any:
     from lcplan.backends.inputs import parse_data
 
     if asked is not None:
         return parse_data(asked, text_column=text_column)
-    if base is None:
+    if base is None or base.data is None:
         raise InputError("no-data", "No data is named. Add --data with a file, a folder, a Hub dataset or python-docs.")
     return base.data
 
 
-def _training(base: Preset | None, given: dict[str, Any]) -> Any:
+def _training(base: Base | None, given: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     from lcplan.job_options import TrainingOptions

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -55,16 +57,27 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
         PlanError: when the plan is outside what the formulas cover.
     """
     check_covered(spec, plan)
+    made = {phase: make() for phase, make in phases(spec, plan, rank=rank).items()}
+    return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in made.items()})
+
+
+def forward_bytes(spec: ModelSpec, plan: TrainPlan) -> int:
+    """Bytes of a covered plan's forward phase on rank 0: a bound of its peak from below that costs little."""
+    return sum(_Step(spec, plan, 0).forward().values())
+
+
+def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
+    """What makes each phase of a covered plan, in step order: one phase alone already bounds the peak from below."""
     step = _Step(spec, plan, rank)
-    result = {"forward": step.forward(), "loss": step.loss(), "final_norm": step.final_norm()}
+    makers: dict[str, Callable[[], Alive]] = {
+        "forward": step.forward, "loss": step.loss, "final_norm": step.final_norm,
+    }  # fmt: skip
     for index in step.layers_that_can_peak():
         for instant in step.own_instants(index):
-            result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
-    result["backward.embedding"] = step.embedding_backward()
-    result["optimizer_step"] = step.optimizer_step()
-    result |= step.evaluation()
-    result["save"] = step.save()
-    return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
+            makers[f"backward[{index}].{instant.name}"] = partial(step.backward, index, instant)
+    makers |= {"backward.embedding": step.embedding_backward, "optimizer_step": step.optimizer_step}
+    makers |= {phase: partial(dict, alive) for phase, alive in step.evaluation().items()}
+    return makers | {"save": step.save}
 
 
 class Kind(NamedTuple):
@@ -83,6 +96,7 @@ class _Step:
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
         self.spec, self.plan = spec, plan
+        self._wide: dict[int, Alive] = {}
         self.fsdp = plan.backend == "fsdp2"
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
         self.state_bytes = state_bytes(plan)
@@ -115,17 +129,22 @@ class _Step:
         self.ring_copies_output = self.ring and rank < plan.cp_size - 1
         self.first_rank = rank == 0
         self.targets = targets
-        self.masks = [self._mask(kind) for kind in spec.layer_types]
+        by_type = {kind: self._mask(kind) for kind in set(spec.layer_types)}
+        self.masks = [by_type[kind] for kind in spec.layer_types]
         dense = () if spec.moe is None else spec.moe.dense_layers
         self.kinds: list[Kind] = [
             Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
         ]
         self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
         self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
-        self.instants = {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
         self.saves_input = self.shapes[self.kinds[0]].saves_input
         # gradients of the layers above each, and of all
         self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+
+    @cached_property
+    def instants(self) -> dict[Kind, tuple[LayerInstant, ...]]:
+        """By kind of layer those instants of its backward that can be its largest."""
+        return {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
 
     def _checkpointed(self, index: int) -> bool:
         return self.every is not None and index % self.every == 0
@@ -198,6 +217,7 @@ class _Step:
 
     # What is there all step long
 
+    @cached_property
     def states(self) -> Alive:
         """Weights, optimizer states, workspaces and the batch."""
         plan = self.plan
@@ -271,9 +291,14 @@ class _Step:
 
         Rotary tables of a kind of layer go with the last of the ``layers`` still to run that use them.
         """
+        if layers not in self._wide:
+            self._wide[layers] = self._step_wide(layers)
+        return self._wide[layers]
+
+    def _step_wide(self, layers: int) -> Alive:
         spec, plan = self.spec, self.plan
         rows = plan.per_device_train_batch_size
-        alive = self.states()
+        alive = dict(self.states)
         if self.ring:
             buffers = activations.context_parallel_buffers
             alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=self.tokens)
@@ -512,7 +537,7 @@ class _Step:
     def optimizer_step(self) -> Alive:
         """All gradients and the optimizer's own temporaries."""
         plan = self.plan
-        alive = merge(self.states(), self.gradients(self.trainable, current=0))
+        alive = merge(self.states, self.gradients(self.trainable, current=0))
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
             alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
@@ -538,7 +563,7 @@ class _Step:
             return {}
         batch, positions, tables = activations.batch, activations.positions, activations.rotary_tables
         tables_bytes = tables(tokens=length, head_dim=spec.head_dim, dtype_bytes=weights.BF16_BYTES)
-        common = merge(self.states(), {batch.key: batch(tokens=rows * length, micro_batches=1)})
+        common = merge(self.states, {batch.key: batch(tokens=rows * length, micro_batches=1)})
         in_layer = merge(common, {positions.key: positions(tokens=length), tables.key: tables_bytes})
         if self.fsdp:
             in_layer = merge(in_layer, self._gathered(2, kept=self.layers))
@@ -552,7 +577,7 @@ class _Step:
 
     def save(self) -> Alive:
         """Saving the trained model: FSDP2 gathers one parameter after another on every rank."""
-        alive = self.states()
+        alive = dict(self.states)
         if self.fsdp:
             spec, item = self.spec, evaluation.gathered_parameter
             widest = max(spec.vocab_size, spec.intermediate_size)

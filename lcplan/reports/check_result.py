@@ -12,6 +12,7 @@ from lcplan.units import ByteUnits, format_bytes
 if TYPE_CHECKING:
     from lcplan.checking import CheckReport, RowResult
     from lcplan.row_groups import RowGroup
+    from lcplan.time_checking import TimeReport
     from lcplan.user_rows import AddReport
 
 
@@ -70,6 +71,34 @@ def _groups(kind: str, groups: list[RowGroup]) -> Table:
             _percent(group.mean_signed_error),
         )
     return table
+
+
+def print_times(report: TimeReport, console: Console | None = None) -> None:
+    """One line a time, then the figures of those that count."""
+    out = console or Console()
+    table = _table(left=("row", "model", "what was timed"), right=("GPUs", "tokens", "measured", "predicted", "error"))
+    for row in report.rows:
+        predicted = "-" if row.predicted_s is None else f"{row.predicted_s:,.2f} s"
+        error = "refused" if row.error is None else f"{row.error:+.1%}" + ("" if row.counts else " *")
+        measured = f"{row.measured_s:,.2f} s"
+        table.add_row(
+            row.id, row.model, row.timed, str(row.num_gpus), f"{row.max_length:,}", measured, predicted, error
+        )
+    out.print(table)
+    for row in report.rows:
+        if row.refused or row.note:
+            out.print(f"{row.id}: {row.refused or row.note}", highlight=False, markup=False)
+    out.print("* shorter than 5 s: not held against the bar", highlight=False, markup=False)
+    verdict = "no time drifts" if report.passed else "DRIFT"
+    out.print(
+        f"{verdict}: {report.num_checked} times checked; worst {report.worst_error:+.1%}, "
+        f"mean {report.mean_error:.1%}, mean signed {report.mean_signed_error:+.1%}, "
+        f"tolerance {report.tolerance:.0%}; "
+        f"{report.num_ordered} of {report.num_pairs} pairs of measured plans in the right order",
+        style="bold",
+        highlight=False,
+        markup=False,
+    )
 
 
 def print_added(report: AddReport, *, units: ByteUnits = "GiB", console: Console | None = None) -> None:

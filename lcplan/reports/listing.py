@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from lcplan import catalog
 from lcplan.hardware import load_gpu
-from lcplan.levers import LEVERS
+from lcplan.levers import LEVERS, excluded
 from lcplan.model_loading import load_model
 from lcplan.presets import list_presets, load_preset
 from lcplan.units import format_bytes, format_parameters
@@ -68,6 +70,17 @@ def print_presets() -> None:
 
 
 def print_levers() -> None:
-    """Every lever, what it does, what it costs, what it excludes."""
-    rows = [(lever.id, lever.summary, lever.costs, lever.excludes) for lever in LEVERS]
-    _show({"lever": False, "what it does": False, "costs": False, "excludes": False}, rows)
+    """Every lever: what it does, which fields it sets, what it needs, costs and does not go with."""
+    out = Console()
+    for lever in LEVERS:
+        out.print(f"{lever.id}: {lever.summary}", highlight=False, markup=False)
+        facts = {
+            "sets": lever.changes,
+            "needs": "; ".join(filter(None, (lever.needs, " or ".join(lever.requires)))),
+            "costs": lever.costs,
+            "does not go with": ", ".join(excluded(lever)),
+            "not searched": lever.not_searched,
+        }
+        for name, fact in facts.items():
+            if fact:
+                out.print(Padding(Text(f"{name}: {fact}"), (0, 0, 0, 4)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -106,6 +106,9 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
             f"theta {rope.rope_theta:,.0f}",
             highlight=False,
         )
+    out.print(time_line(report), highlight=False, markup=False)
+    if line := budget_line(report):
+        out.print(line, highlight=False, markup=False)
     out.print(f"peak: {report.peak_phase} - {_phase_help(report.peak_phase)}", highlight=False, markup=False)
     out.print()
     out.print(_breakdown(report, units))
@@ -230,36 +233,142 @@ def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
 
 
 def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, console: Console | None = None) -> None:
-    """The plan, the reason for each lever, the table from naive to final."""
+    """The plan, the reason for each lever, the waterfall from naive to final, memory against time."""
     out = console or Console()
-    if recommendation.plans:
-        ranked = recommendation.plans[0]
-    elif recommendation.nearest is not None:
-        ranked = recommendation.nearest
-        out.print("NOTHING FITS. The nearest miss:", style="bold", highlight=False)
-    else:
+
+    def say(text: str = "", *, style: str | None = None) -> None:
+        out.print(text, style=style, highlight=False, markup=False)
+
+    ranked = recommendation.plans[0] if recommendation.plans else recommendation.nearest
+    if ranked is None:
         return
     report = ranked.report
-    out.print(answer(report, units).partition(" Try:")[0], style="bold", highlight=False, markup=False)
-    out.print(
-        f"binding: {recommendation.binding}; {recommendation.searched} plans searched",
-        highlight=False,
-        markup=False,
-    )
-    out.print()
+    if not recommendation.plans:
+        spare = f" with {format_bytes(recommendation.headroom_bytes, units)} to spare" if report.fits else ""
+        say(f"NOTHING FITS{spare}. The nearest miss:", style="bold")
+    say(answer(report, units).partition(" Try:")[0], style="bold")
+    say(time_line(report))
+    if line := budget_line(report):
+        say(line)
+    asked = f"{format_bytes(recommendation.headroom_bytes, units)} asked to stay free"
+    say(f"binding: {recommendation.binding}; {recommendation.searched:,} plans searched, {asked}")
+    if recommendation.fewer_gpus:
+        say(recommendation.fewer_gpus)
+    if report.step_time is None:
+        say(f"times are compared by {recommendation.order}")
+    if recommendation.changes:
+        miss, *changes = recommendation.changes
+        say(f"{miss} " + (f"What would make it fit: {'; or '.join(changes)}." if changes else ""))
+    say()
     out.print(_steps_table(ranked, units))
-    out.print()
+    say()
     for reason in ranked.why:
-        out.print(f"- {reason}", highlight=False, markup=False)
-    out.print()
+        say(f"- {reason}")
+    say()
+    for rest in ranked.left_out:
+        say(f"left out: {rest.lever}: {rest.why}")
+    if len(recommendation.pareto) > 1:
+        say()
+        out.print(_pareto_table(recommendation, units))
+    if len(recommendation.plans) > 1:
+        say()
+        out.print(_gpus_table(recommendation, units))
+    say()
+    for warning in report.warnings:
+        say(f"warning [{warning.code}]: {warning.message} {warning.fix}")
     out.print(estimate_command(ranked), highlight=False, markup=False, soft_wrap=True)
 
 
 def _steps_table(ranked: RankedPlan, units: ByteUnits) -> Table:
-    table = _table(("lever", False), ("change", False), ("device peak", True), ("", False))
+    table = _table(("lever", False), ("change", False), ("device peak", True), ("step", True), ("", False))
     for step in ranked.steps:
-        table.add_row(step.lever, step.change, format_bytes(step.device_peak_bytes, units), "fits" if step.fits else "")
+        peak, verdict = format_bytes(step.device_peak_bytes, units), "fits" if step.fits else ""
+        table.add_row(step.lever, step.change, peak, _seconds(step.step_time_s), verdict)
     return table
+
+
+def _pareto_table(recommendation: Recommendation, units: ByteUnits) -> Table:
+    """Plans that none beats in both; the time is over the fastest of all, whether it fits or not."""
+    table = _table(("memory against time", False), ("device peak", True), ("step", True), ("time", True), ("", False))
+    for point in recommendation.pareto:
+        mark = "<- chosen" if point.chosen else "fits" if point.fits else ""
+        table.add_row(
+            _plan_words(point.plan),
+            format_bytes(point.device_peak_bytes, units),
+            _seconds(point.step_time_s),
+            f"{point.relative_time:.2f}x",
+            mark,
+        )
+    return table
+
+
+def _gpus_table(recommendation: Recommendation, units: ByteUnits) -> Table:
+    table = _table(("gpu", False), ("device peak", True), ("step", True), ("tokens/s", True), ("1B tokens", True))
+    for ranked in recommendation.plans:
+        report, cost = ranked.report, ranked.cost
+        speed = "-" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}"
+        price = "-" if cost is None or cost.per_billion_tokens is None else f"{cost.per_billion_tokens:,.0f}"
+        peak = format_bytes(report.device_peak_bytes, units)
+        table.add_row(f"{ranked.plan.num_gpus} x {ranked.plan.gpu}", peak, _seconds(report.step_time_s), speed, price)
+    return table
+
+
+def _plan_words(plan: dict[str, Any]) -> str:
+    """The searched fields of a plan that differ from its simplest form, in short."""
+    words = [f"{plan['num_gpus']} GPUs: cp {plan['cp_size']}", f"shard {plan['dp_shard_size']}"]
+    if plan["dp_replicate_size"] > 1:
+        words.append(f"replicate {plan['dp_replicate_size']}")
+    every = plan["checkpoint_every_n_layers"]
+    words.append(plan["activation_checkpointing"] + (f" every {every}" if every > 1 else "") + " checkpointing")
+    words += [name.replace("_", " ") for name in ("offload_activations", "offload_params") if plan[name]]
+    if plan["activation_offloading"]:
+        words.append("TRL's offload")
+    if plan["loss"] == "full":
+        words.append("full logits")
+    return ", ".join(words)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:,.2f} s"
+
+
+def time_line(report: MemoryReport) -> str:
+    """Step time, speed and batch of one plan, or why there is no time."""
+    batch = report.batch
+    sequences = f"{batch.sequences_per_step} sequence{'s' if batch.sequences_per_step > 1 else ''}"
+    text = f"{sequences} and {batch.tokens_per_step:,} tokens a step"
+    time = report.step_time
+    if time is None:
+        return f"{text}; no step time: {report.step_time_unknown}"
+    speed = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {time.mfu:.0%}"
+    text = f"{_seconds(time.seconds)} a step: {text}, {speed}"
+    return text if time.rates == "measured" else f"{text} (kernel rates: {time.rates})"
+
+
+def budget_line(report: MemoryReport) -> str | None:
+    """How long the asked number of tokens takes."""
+    budget = report.token_budget
+    if budget is None:
+        return None
+    text = f"{budget.tokens:,} tokens: {budget.steps:,} steps"
+    if budget.seconds is None or budget.gpu_hours is None:
+        return text
+    return f"{text}, {budget.seconds / 3600:,.1f} hours, {budget.gpu_hours:,.0f} GPU hours"
+
+
+FLAGS = (
+    "cp_size", "dp_shard_size", "dp_replicate_size", "activation_checkpointing", "checkpoint_every_n_layers", "loss",
+    "optim", "cp_comm_strategy", "rope", "per_device_train_batch_size", "gradient_accumulation_steps", "gpus_per_node",
+    "lora_r", "lora_target_modules", "dtype", "quantize", "mlp_tile_size", "attn_implementation",
+)  # fmt: skip
+SWITCHES = ("offload_activations", "activation_offloading", "offload_params", "packing")
+STACK_DEFAULTS = {
+    "activation_checkpointing": "full", "loss": "chunked", "optim": "adamw_torch_fused", "dtype": "bfloat16",
+    "attn_implementation": "sdpa",
+}  # fmt: skip
+"""What ``resolve`` fills in where nothing is given, and the plan's own default does not say."""
 
 
 def estimate_command(ranked: RankedPlan) -> str:
@@ -269,10 +378,11 @@ def estimate_command(ranked: RankedPlan) -> str:
         f"lcplan estimate {ranked.report.model.id}",
         f"--max-length {plan.max_length} --gpu {plan.gpu} --num-gpus {plan.num_gpus}",
     ]
-    if plan.cp_size > 1:
-        parts.append(f"--cp-size {plan.cp_size}")
-    if plan.activation_checkpointing != "full":
-        parts.append(f"--activation-checkpointing {plan.activation_checkpointing}")
-    if plan.offload_activations:
-        parts.append("--offload-activations")
+    for name in FLAGS:
+        value = getattr(plan, name)
+        default = STACK_DEFAULTS.get(name, type(plan).model_fields[name].default)
+        filled = name == "dp_shard_size" or (name == "gpus_per_node" and plan.num_gpus == value)
+        if value != default and not filled:
+            parts.append(f"--{name.replace('_', '-')} {value}")
+    parts += [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(plan, name)]
     return " ".join(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -201,12 +201,17 @@ def write_rows(
 
     pending = array("i")
     num_rows = num_tokens = 0
+    end, length, lengths = tokenizer.eos_token_id, 0, array("q")
     unfinished = path.with_name(path.name + ".unfinished")
     schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for ids in read_tokens(source, tokenizer):
             pending.extend(ids)
             num_tokens += len(ids)
+            length += len(ids)
+            if ids == [end]:  # the end of a text, which comes alone
+                lengths.append(length)
+                length = 0
             full_rows = len(pending) // max_length
             if max_rows is not None:
                 full_rows = min(full_rows, max_rows - num_rows)
@@ -220,7 +225,34 @@ def write_rows(
         unfinished.unlink()
         raise DataError(too_short(num_tokens, max_length=max_length, min_rows=min_rows))
     unfinished.replace(path)
-    return {"num_rows": num_rows, "num_tokens": num_tokens}
+    return {"num_rows": num_rows, "num_tokens": num_tokens, **length_summary(lengths, max_length=max_length)}
+
+
+def length_summary(lengths: Sequence[int], *, max_length: int) -> dict[str, int]:
+    """How long the texts are that were read whole, in tokens: number, 99th percentile, longest, longer than a row."""
+    ordered = sorted(lengths)
+    count = len(ordered)
+    return {
+        "num_texts": count,
+        "text_p99": ordered[-(-99 * count // 100) - 1] if count else 0,
+        "text_max": ordered[-1] if count else 0,
+        "num_longer_texts": sum(length > max_length for length in ordered),
+    }
+
+
+def describe(made: dict[str, int], *, max_length: int, rows_per_step: int) -> str:
+    """Rows, steps of one epoch, and how the texts compare with a row."""
+    steps = made["num_rows"] // rows_per_step
+    text = (
+        f"Data: {made['num_rows']:,} rows of {max_length:,} tokens; {steps:,} steps an epoch of {rows_per_step:,} rows "
+        f"({rows_per_step * max_length:,} tokens). {made['num_texts']:,} texts read whole"
+    )
+    if not made["num_texts"]:
+        return text + "."
+    text += f", 99% of at most {made['text_p99']:,} tokens, the longest {made['text_max']:,}"
+    if made["num_longer_texts"]:
+        return text + f"; {made['num_longer_texts']:,} are longer than a row and are cut."
+    return text + "; every row joins several: no text is as long as max_length."
 
 
 def _row_array(ids: array[int], num_rows: int, max_length: int) -> Any:

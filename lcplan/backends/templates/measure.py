@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +30,25 @@ def write_result(path: Path, content: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
+LOSS_OF_A_WRONG_ROPE = 8.0
+"""Pretrained weights start far below it; with rotary positions they have never seen they start near 10."""
+
+
+def first_loss_warning(loss: float, *, pretrained: bool) -> str | None:
+    """What a first loss that is too high for pretrained weights means."""
+    if not pretrained or loss <= LOSS_OF_A_WRONG_ROPE:
+        return None
+    return (
+        f"the first loss is {loss:.2f}, and pretrained weights start far below {LOSS_OF_A_WRONG_ROPE:g}: the rotary "
+        "scaling or the tokenizer is likely wrong. Compare rope_parameters in plan.json with the model's card."
+    )
+
+
 class StepRecorder(TrainerCallback):
     """Measures each optimizer step on this rank; rank 0 also writes ``events.jsonl``."""
 
-    def __init__(self, folder: Path, *, tokens_per_step: int, on_gpu: bool) -> None:
+    def __init__(self, folder: Path, *, tokens_per_step: int, on_gpu: bool, pretrained: bool = False) -> None:
+        self.pretrained = pretrained
         self.events_file = folder / "events.jsonl"
         self.tokens_per_step = tokens_per_step
         self.cuda = on_gpu and torch.cuda.is_available()
@@ -69,6 +85,8 @@ class StepRecorder(TrainerCallback):
             return
         self.steps[-1]["loss"] = float(logs["loss"])
         if state.is_world_process_zero:
+            if state.global_step == 1 and (problem := first_loss_warning(logs["loss"], pretrained=self.pretrained)):
+                print(f"Warning: {problem}", file=sys.stderr, flush=True)
             print(f"step {state.global_step}/{state.max_steps}: {step_text(self.steps[-1])}", flush=True)
             with self.events_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.steps[-1]) + "\n")

@@ -138,7 +138,7 @@ def load_data(job: dict[str, Any], vocab_size: int, state: PartialState) -> tupl
             min_rows=step_rows,
             max_rows=max_steps and max_steps * step_rows,
         )
-        print(f"Data: {made['num_rows']:,} rows of {row_length(plan):,} tokens.", flush=True)
+        print(data.describe(made, max_length=row_length(plan), rows_per_step=step_rows), flush=True)
     state.wait_for_everyone()
     rows = Dataset.from_file(str(HERE / "rows.arrow"))
     return load_tokenizer(job), rows.select(range(len(rows) - len(rows) % step_rows)), made
@@ -222,6 +222,17 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     }
 
 
+def explain(problem: Exception, plan: dict[str, Any]) -> str:
+    """A failure in words; CUDA says "out of memory" as well where pinned host memory has run out."""
+    text = f"{type(problem).__name__}: {problem}"
+    offloads = plan["offload_activations"] or plan["activation_offloading"] or plan["offload_params"]
+    if offloads and "out of memory" in text.lower():
+        text += (
+            " - with an offload this is likely pinned host memory, which has limits of its own: see free and ulimit -l."
+        )
+    return text
+
+
 def main(job: dict[str, Any]) -> int:
     """Run the job, write result.json whatever happens, and return the exit code."""
     rank = int(os.environ.get("RANK", "0"))
@@ -230,7 +241,8 @@ def main(job: dict[str, Any]) -> int:
             (HERE / name).unlink(missing_ok=True)
     plan = job["plan"]
     tokens = rows_per_step(plan) * row_length(plan)
-    recorder = measure.StepRecorder(HERE, tokens_per_step=tokens, on_gpu=job["device"] == "gpu")
+    pretrained = job["model"]["init"] == "pretrained"
+    recorder = measure.StepRecorder(HERE, tokens_per_step=tokens, on_gpu=job["device"] == "gpu", pretrained=pretrained)
     exit_code, error, result = 0, None, {}
     try:
         result = run(job, recorder)
@@ -240,7 +252,7 @@ def main(job: dict[str, Any]) -> int:
         exit_code, error = 1, f"out of GPU memory on rank {rank}: {problem}"
     except Exception as problem:
         traceback.print_exc()
-        exit_code, error = 1, f"{type(problem).__name__}: {problem}"
+        exit_code, error = 1, explain(problem, plan)
     if error is not None:
         print(f"Error: {error}", file=sys.stderr, flush=True)
     if rank == 0 or error is not None:

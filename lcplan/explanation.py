@@ -1,0 +1,213 @@
+"""Why a plan is the answer: what each lever saves and costs, why the others were left out, what binds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lcplan._record import Record
+from lcplan.errors import PlanError
+from lcplan.estimators import step_time
+from lcplan.estimators.coverage import check_covered
+from lcplan.ledger import MemoryReport, instant_words
+from lcplan.levers import BY_ID, LEVERS, OFF, Lever, active_levers, conflict
+from lcplan.model_spec import ModelSpec
+from lcplan.rope import explain_rope, resolve_rope
+from lcplan.search import Candidate, Lattice, Prices, ordering_rates
+from lcplan.train_plan import TrainPlan, resolve
+from lcplan.units import ByteUnits, format_bytes
+
+
+class Step(Record):
+    """One row of the waterfall from naive to chosen: peak and time after one more lever."""
+
+    lever: str
+    change: str
+    device_peak_bytes: int
+    step_time_s: float | None
+    fits: bool
+
+
+class LeftOut(Record):
+    """A lever that the plan does not pull, and why."""
+
+    lever: str
+    why: str
+
+
+def binding(report: MemoryReport, units: ByteUnits) -> str:
+    """Which item at which instant on which device sets the limit."""
+    top = report.dominant
+    if report.host.fits is False:
+        return f"host memory: {format_bytes(report.host.pinned_bytes_per_node, units)} pinned a node"
+    return f"{top.key} ({format_bytes(top.num_bytes, units)}) in {report.peak_phase} on {report.gpu.id}"
+
+
+def short_of(report: MemoryReport, room: int, units: ByteUnits) -> str:
+    """How much is missing, and at which instant."""
+    if report.device_peak_bytes <= room and report.host.fits is False:
+        return "Host memory is short; the GPU would have room."
+    missing = format_bytes(report.device_peak_bytes - room, units)
+    return f"{missing} short in {instant_words(report.peak_phase, report.model.num_hidden_layers)}."
+
+
+class _Alternatives:
+    """Prices of plans beside the chosen one."""
+
+    def __init__(self, spec: ModelSpec, plan: TrainPlan, prices: Prices) -> None:
+        self.spec, self.plan, self.prices = spec, plan, prices
+        self.timer = step_time.StepTimer(spec, prices.gpu, ordering_rates(prices.gpu))
+        self.seconds = self.timer.seconds(plan)
+
+    def changed(self, update: dict[str, Any]) -> TrainPlan:
+        """The plan with other values, checked as one that a user had asked for.
+
+        Raises:
+            PlanError: where it is not legal or not covered.
+        """
+        values = self.plan.model_dump() | update
+        plan, _ = resolve(self.spec, values, usual_gpus_per_node=self.prices.gpu.gpus_per_node)
+        check_covered(self.spec, plan)
+        return plan
+
+    def slower(self, plan: TrainPlan) -> float:
+        """Time a token over the chosen plan's, less 1."""
+        mine, its = self.seconds / self.plan.tokens_per_step, self.timer.seconds(plan) / plan.tokens_per_step
+        return its / mine - 1
+
+
+def _without(plan: TrainPlan, lever: Lever) -> dict[str, Any]:
+    """The fields of the plan with one lever not pulled."""
+    if lever.id == "context-parallel":
+        return {"cp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.cp_size, "cp_comm_strategy": "allgather"}
+    if lever.id == "replicas":
+        return {"dp_replicate_size": 1, "dp_shard_size": plan.dp_shard_size * plan.dp_replicate_size}
+    if lever.dimension == "checkpointing":
+        return OFF["activations"] | {"activation_checkpointing": "none", "checkpoint_every_n_layers": 1}
+    return OFF.get(lever.dimension, {})
+
+
+def reasons(
+    spec: ModelSpec, chosen: Candidate, report: MemoryReport, prices: Prices, units: ByteUnits
+) -> tuple[str, ...]:
+    """One sentence for each lever that the plan pulls: what it saves, what it costs."""
+    beside = _Alternatives(spec, chosen.plan, prices)
+    return tuple(_reason(id, report, beside, units) for id in active_levers(spec, chosen.plan))
+
+
+def _reason(id: str, report: MemoryReport, beside: _Alternatives, units: ByteUnits) -> str:
+    lever, plan, spec = BY_ID[id], beside.plan, beside.spec
+    if id == "yarn":
+        return f"yarn: {explain_rope(spec, report.rope, plan.max_length)}"
+    if id == "data-parallel":
+        text = f"data-parallel: the states lie in {plan.shard_size} shards"
+        return text + ", and every shard's rank takes a sequence of its own; that does not help length."
+    try:
+        bare = beside.changed(_without(plan, lever))
+    except PlanError as error:
+        return f"{id}: it cannot be left out ({error.code})."
+    peak = beside.prices.device_peak(bare)
+    saved = peak - report.device_peak_bytes
+    text = f"{id}: saves {format_bytes(saved, units)} (without it {format_bytes(peak, units)}"
+    if saved < 0:
+        text = f"{id}: takes {format_bytes(-saved, units)} more (without it {format_bytes(peak, units)}"
+    text += (
+        f", which {'fits as well' if peak <= beside.prices.room else 'does not fit'}); {_price(beside.slower(bare))}"
+    )
+    if id == "offload-activations":
+        text += f", and {format_bytes(report.host.pinned_bytes_per_node, units)} of pinned host memory a node"
+    if id == "context-parallel":
+        text += (
+            f"; cp_size {plan.cp_size} leaves {plan.tokens_per_rank:,} tokens a GPU, and max_length must stay a "
+            f"multiple of {plan.length_multiple}: trim, never pad"
+        )
+    return text + "."
+
+
+def _price(slower_without: float) -> str:
+    """What a lever costs in time, from how much slower the plan is without it."""
+    costs = 1 / (1 + slower_without) - 1
+    if abs(costs) < 0.0005:
+        return "costs no time"
+    return f"costs {costs:.1%} of the time" if costs > 0 else f"saves {-costs:.1%} of the time"
+
+
+def left_out(
+    spec: ModelSpec, chosen: Candidate, plans: Lattice, prices: Prices, units: ByteUnits
+) -> tuple[LeftOut, ...]:
+    """One sentence for each lever that the plan does not pull."""
+    pulled = set(active_levers(spec, chosen.plan))
+    rest = [lever for lever in LEVERS if lever.id not in pulled]
+    return tuple(LeftOut(lever=lever.id, why=_why_not(lever, spec, chosen, plans, prices, units)) for lever in rest)
+
+
+def _why_not(lever: Lever, spec: ModelSpec, chosen: Candidate, plans: Lattice, prices: Prices, units: ByteUnits) -> str:
+    plan = chosen.plan
+    if lever.id == "yarn":
+        return explain_rope(spec, resolve_rope(spec, plan.max_length, plan.rope), plan.max_length)
+    if lever.not_searched:
+        return f"not searched: {lever.not_searched}"
+    if not lever.settings(spec, plan.num_gpus):
+        return "there is one GPU"
+    others = {id for id in chosen.levers if BY_ID[id].dimension != lever.dimension}
+    wanted = frozenset(others | {lever.id})
+    alternatives = [candidate for candidate in plans.candidates if candidate.levers == wanted]
+    if not alternatives:
+        return _why_illegal(lever, wanted, plan, spec, prices)
+    fitting = next((candidate for candidate in alternatives if prices.fits(candidate)), None)
+    best = fitting or alternatives[0]
+    peak = prices.device_peak(best.plan)
+    slower = best.seconds_per_token / chosen.seconds_per_token - 1
+    what = "as fast" if abs(slower) < 0.0005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if fitting is None:
+        return f"{what}, but does not fit: {format_bytes(peak, units)}"
+    return f"fits at {format_bytes(peak, units)}, {what}: not needed"
+
+
+def _why_illegal(lever: Lever, wanted: frozenset[str], plan: TrainPlan, spec: ModelSpec, prices: Prices) -> str:
+    reason = conflict(wanted)
+    if reason is not None:
+        return reason
+    try:
+        _Alternatives(spec, plan, prices).changed(lever.settings(spec, plan.num_gpus)[0])
+    except PlanError as error:
+        return error.message.partition(": the formula")[0]
+    return "the goal fixes it"
+
+
+def waterfall(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[Step, ...]:
+    """Peak and time from the naive plan to the chosen one, one lever at a time; rows may be plans nobody would run."""
+    timed = step_time.refusal(spec, plan, prices.gpu) is None
+    timer = step_time.StepTimer(spec, prices.gpu, ordering_rates(prices.gpu))
+    naive: dict[str, Any] = {
+        "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1,
+        "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
+        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
+    }  # fmt: skip
+    rows = []
+    current = plan.model_copy(update=naive)
+    changes = [("naive", "full logits, everything saved", dict[str, Any]()), *_pulled(spec, plan)]
+    for lever, text, update in changes:
+        current = current.model_copy(update=update)
+        peak = prices.device_peak(current)
+        # a row of other sequences a step is shown for as many tokens as the chosen plan trains on
+        share = plan.tokens_per_step / current.tokens_per_step
+        seconds = timer.seconds(current) * share if timed else None
+        rows.append(
+            Step(lever=lever, change=text, device_peak_bytes=peak, step_time_s=seconds, fits=peak <= prices.room)
+        )
+    return tuple(rows)
+
+
+def _pulled(spec: ModelSpec, plan: TrainPlan) -> list[tuple[str, str, dict[str, Any]]]:
+    """Each pulled lever with what it changes from the plan without it, in an order in which every row can be priced."""
+    rope = resolve_rope(spec, plan.max_length, plan.rope)
+    rows: list[tuple[str, str, dict[str, Any]]] = []
+    for id in active_levers(spec, plan):
+        fields = [name for name in BY_ID[id].changes.split(", ") if name in TrainPlan.model_fields]
+        if id == "yarn" and rope is not None:
+            rows.append((id, f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}", {}))
+        elif fields and not (id == "data-parallel" and plan.cp_size > 1):
+            update = {name: getattr(plan, name) for name in fields}
+            text = ", ".join(f"{name} {value}" for name, value in update.items())
+            rows.append((id, text, update))
+    return rows

@@ -1,0 +1,208 @@
+"""Every legal combination of levers for a goal, priced in seconds, and in bytes as far as an answer needs it.
+
+The search is exact. A plan's peak is a maximum over phases, so one phase that is too large already rules it out, and a
+plan is priced in full only where no phase does. What several plans share is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from lcplan.errors import PlanError
+from lcplan.estimators import formula, step_time
+from lcplan.estimators.coverage import check_covered
+from lcplan.hardware import GpuSpec, KernelRates, load_gpu, scale_rates
+from lcplan.levers import BY_ID, LEVERS, OFF, Lever, Setting, conflict
+from lcplan.model_spec import ModelSpec
+from lcplan.train_plan import TrainPlan, resolve
+
+ORDER_BY = "h200"
+"""GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
+FORWARD_IGNORES = frozenset(
+    ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
+)
+"""Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
+_forward_key = attrgetter(*(name for name in TrainPlan.model_fields if name not in FORWARD_IGNORES))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One legal plan and its time."""
+
+    plan: TrainPlan
+    seconds_per_token: float
+    levers: frozenset[str]
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Fastest first; of equally fast ones that with fewer levers beside those that are on by default."""
+        return self.seconds_per_token, sum(not BY_ID[id].is_default for id in self.levers)
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """The legal plans of one length, fastest first, and why the others are none."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[PlanError, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One setting of one dimension; ``lever`` is None where nothing is pulled."""
+
+    lever: Lever | None
+    setting: Setting
+
+
+def dimensions(spec: ModelSpec, num_gpus: int, fixed: Setting) -> list[list[_Choice]]:
+    """For each dimension what can be chosen; what the user fixed is the only choice there."""
+    found: dict[str, list[_Choice]] = {name: [_Choice(None, off)] for name, off in OFF.items()}
+    for lever in LEVERS:
+        if not lever.has_alternative:
+            found[lever.dimension] = []
+        choices = [_Choice(lever, setting) for setting in lever.settings(spec, num_gpus)]
+        if choices:
+            found.setdefault(lever.dimension, []).extend(choices)
+    return [kept for choices in found.values() if (kept := _agreeing(choices, fixed))]
+
+
+def _agreeing(choices: list[_Choice], fixed: Setting) -> list[_Choice]:
+    """Those choices that set nothing against ``fixed``; one that is not among them stays the user's own."""
+    kept = [
+        choice for choice in choices if all(fixed.get(name, value) == value for name, value in choice.setting.items())
+    ]
+    return kept or [_Choice(None, {})]
+
+
+def gpu_counts(most: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Numbers of GPUs to try, ascending: any part of a node, 2, 4, 8 and so on whole ones, and all of them."""
+    counts = [*range(1, min(gpus_per_node, most) + 1)]
+    nodes = 2
+    while nodes * gpus_per_node < most:
+        counts.append(nodes * gpus_per_node)
+        nodes *= 2
+    return (*counts, most) if most > gpus_per_node else tuple(counts)
+
+
+def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: int, fixed: Setting) -> Lattice:
+    """Every legal plan on one of these numbers of GPUs, in order of time a token."""
+    timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
+    found: list[Candidate] = []
+    refusals: list[PlanError] = []
+    for num_gpus in counts:
+        given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
+        for levers, settings in _classes(spec, num_gpus, fixed):
+            try:
+                first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
+                check_covered(spec, first)
+            except PlanError as error:
+                refusals.append(error)
+                continue
+            for setting in settings:
+                plan = first if setting is settings[0] else first.model_copy(update=setting)
+                found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
+    found.sort(key=lambda candidate: candidate.order)
+    return Lattice(tuple(found), tuple(refusals))
+
+
+def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:
+    """Levers that go together by the table, with the settings that are legal or not as one."""
+    grouped = [_alike(choices) for choices in dimensions(spec, num_gpus, fixed)]
+    for choice in product(*grouped):
+        pulled = frozenset(lever.id for lever, _ in choice if lever is not None)
+        if conflict(pulled) is None:
+            yield pulled, [_merged(settings) for settings in product(*(settings for _, settings in choice))]
+
+
+def _alike(choices: Sequence[_Choice]) -> list[tuple[Lever | None, list[Setting]]]:
+    groups: list[tuple[Lever | None, list[Setting]]] = []
+    for choice in choices:
+        if choice.lever is not None and choice.lever.settings_alike and groups and groups[-1][0] is choice.lever:
+            groups[-1][1].append(choice.setting)
+        else:
+            groups.append((choice.lever, [choice.setting]))
+    return groups
+
+
+def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for setting in settings:
+        merged.update(setting)
+    return merged
+
+
+def ordering_rates(gpu: GpuSpec) -> KernelRates:
+    """Rates that put plans in order: the GPU's own, or another's by the ratio of the spec sheets."""
+    return gpu.kernel_rates or scale_rates(gpu, load_gpu(ORDER_BY))
+
+
+def order_words(gpu: GpuSpec) -> str:
+    """Whose rates put the plans of a GPU in order."""
+    rates = ordering_rates(gpu)
+    if not rates.scaled:
+        return f"kernel rates measured on {gpu.id}"
+    note = "" if gpu.kernel_rates else ", for the order of the plans alone"
+    return f"kernel rates of {rates.measured_on} by the ratio of the spec sheets{note}"
+
+
+class Prices:
+    """Peaks of plans of one model, with what they share."""
+
+    def __init__(self, spec: ModelSpec, gpu: GpuSpec, room: int) -> None:
+        """``room`` is what a plan may use of the GPU, in bytes."""
+        self.spec, self.gpu, self.room = spec, gpu, room
+        self._forwards: dict[tuple[Any, ...], int] = {}
+        self._worst: dict[frozenset[str], str] = {}
+        self.num_priced = 0
+
+    def device_peak(self, plan: TrainPlan) -> int:
+        """Device peak of the plan's worst rank."""
+        self.num_priced += 1
+        ranks = formula.candidate_ranks(plan)
+        return max(
+            self._on_device(plan, sum(make().values()))
+            for rank in ranks
+            for make in formula.phases(self.spec, plan, rank=rank).values()
+        )
+
+    def exceeds(self, candidate: Candidate, limit: int) -> bool:
+        """Whether the device peak is above ``limit``; one phase that is, is enough."""
+        plan = candidate.plan
+        if self._is_above(plan, self.forward(plan), limit):
+            return True
+        for rank in reversed(formula.candidate_ranks(plan)):
+            makers = formula.phases(self.spec, plan, rank=rank)
+            likely = self._worst.get(candidate.levers, "")
+            for phase in sorted(makers, key=lambda phase: phase != likely):
+                if self._is_above(plan, sum(makers[phase]().values()), limit):
+                    self._worst[candidate.levers] = phase
+                    return True
+        return False
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether GPU and host have room."""
+        return not self.exceeds(candidate, self.room) and host_fits(self.spec, candidate.plan)
+
+    def forward(self, plan: TrainPlan) -> int:
+        """Bytes of the forward phase, shared by plans that differ in nothing it depends on."""
+        key = _forward_key(plan)
+        if key not in self._forwards:
+            self._forwards[key] = formula.forward_bytes(self.spec, plan)
+        return self._forwards[key]
+
+    def _is_above(self, plan: TrainPlan, allocated: int, limit: int) -> bool:
+        return allocated > limit or self._on_device(plan, allocated) > limit
+
+    def _on_device(self, plan: TrainPlan, allocated: int) -> int:
+        return allocated + sum(formula.on_top(plan, allocated).values())
+
+
+def host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:
+    """Whether the node's memory suffices; an unknown one is taken to."""
+    available = plan.host_memory_bytes
+    return available is None or formula.host_need(spec, plan).bytes_per_node <= available
