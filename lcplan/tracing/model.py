@@ -1,4 +1,4 @@
-"""The model as the job builds it, its weights fake: architecture, adapters, checkpointing, offload, loss head."""
+"""The model as the job builds it, without weights: architecture, adapters, checkpointing, offload, loss head."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PER_LAYER_KEYS = ("layer_types",)
 
 
 def build(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
-    """The model with ``num_layers`` decoder layers.
+    """The model with ``num_layers`` decoder layers on the meta device; ``materialise`` gives it fake weights.
 
     Raises:
         PlanError: when transformers cannot build it with this plan.
         EnvironmentProblem: when the plan has adapters and peft is missing.
     """
-    model = _architecture(spec, plan, num_layers)
-    model.tie_weights()
+    with torch.device("meta"):
+        model = _architecture(spec, plan, num_layers)
     model.train()
     if plan.loss == "chunked":
         from trl.trainer.utils import add_fused_lm_head
@@ -37,6 +37,12 @@ def build(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
         if plan.lora_r is not None:
             model.enable_input_require_grads()
     return model
+
+
+def materialise(model: Any) -> None:
+    """Give the model weights on the CPU, which stands for the GPU; under fake tensors they take no memory."""
+    model._apply(lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+    (model.get_base_model() if hasattr(model, "get_base_model") else model).tie_weights()
 
 
 def config_dict(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> dict[str, Any]:

@@ -74,11 +74,14 @@ NEEDED = (
 )
 """Used as they are."""
 FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 NEEDED_BY_SHARDING = (
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     (FSDP_PARAM, "alloc_storage"),
     (FSDP_PARAM, "free_storage"),
+    (FSDP_PARAM, "_to_dtype_if_needed"),
+    (FSDP_STATE, "FSDPState._force_complete_incomplete_states"),
     ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"),
     ("accelerate.big_modeling", "_attach_context_parallel_hooks"),
     ("transformers.trainer", "Trainer._prepare_context_parallel_inputs"),
@@ -178,6 +181,36 @@ def watched_storages(changed: Callable[[Any], None]) -> Iterator[None]:
     names = ((FSDP_PARAM, "alloc_storage", watched(alloc)), (FSDP_PARAM, "free_storage", watched(free)))
     with _replaced(names):
         yield
+
+
+@contextlib.contextmanager
+def shards_on_host() -> Iterator[None]:
+    """Copy each shard before it is cast and gathered, as FSDP2 does from the host; here both are the same device."""
+    cast = _find(FSDP_PARAM, "_to_dtype_if_needed")
+    with _replaced(((FSDP_PARAM, "_to_dtype_if_needed", lambda tensor, dtype: cast(tensor.clone(), dtype)),)):
+        yield
+
+
+@contextlib.contextmanager
+def fsdp_as_in(torch_version: str | None) -> Iterator[None]:
+    """FSDP2 as in another torch release, as far as it matters for memory; None is the installed one.
+
+    From 2.13 on a group of modules of which only some run (the norm before a fused head) has its backward hook on the
+    model's outputs, so the last layer is gathered before the loss head's backward; torch 2.11 gathers it after it
+    (pytorch pull request 180428; rows m036, m043, m076, m096, m097 and m104 agree within 0.002%).
+    """
+    numbers = [int(part) for part in (torch_version or "").split("+")[0].split(".")[:2] if part.isdigit()]
+    if len(numbers) < 2 or numbers >= [2, 12]:
+        yield
+        return
+    state = _find(FSDP_STATE, "FSDPState")
+    name = "_force_complete_incomplete_states"
+    before = getattr(state, name)
+    setattr(state, name, lambda _state, output: output)
+    try:
+        yield
+    finally:
+        setattr(state, name, before)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch  # noqa: TID253  (imported by the trace method alone)
 
-from lcplan.tracing.seams import fake_ranks, ring_attention_on_cpu
+from lcplan.tracing.seams import fake_ranks, ring_attention_on_cpu, shards_on_host
 from lcplan.train_plan import TrainPlan
 
 CPU = torch.device("cpu")
@@ -59,19 +59,24 @@ def ranks_of(plan: TrainPlan, rank: int) -> Iterator[Ranks | None]:
         if plan.cp_size > 1:
             set_rotate_method(plan.cp_comm_strategy)
             stack.enter_context(ring_attention_on_cpu())
+        if plan.offload_params:
+            stack.enter_context(shards_on_host())
         yield Ranks(parallelism, parallelism.build_device_mesh("cpu"))
 
 
-def shard(model: Any, ranks: Ranks) -> Any:
+def shard(model: Any, plan: TrainPlan, ranks: Ranks) -> Any:
     """The model wrapped by accelerate's fsdp2_prepare_model, with the settings of the generated job."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         reshard_after_forward=True,
+        # fake tensors cannot be pinned
+        cpu_offload=CPUOffloadPolicy(pin_memory=False) if plan.offload_params else None,
         # loading in another way would shard the same, and needs weights
         cpu_ram_efficient_loading=False,
     )

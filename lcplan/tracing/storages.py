@@ -87,6 +87,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
         self.scratch_of, self.category_of, self.module_of = scratch_of, category_of, module_of
         self.phase = "init"
         self.live: dict[int, Storage] = {}
+        self.on_host: set[int] = set()
         self.total = 0
         self.log: list[tuple[Storage, int]] = []
         """Every allocation (its bytes) and release (the negative)."""
@@ -99,7 +100,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
         if tensor.device.type == HOST:
             return
         key = storage_key(tensor)
-        if key in self.live:
+        if key in self.live or key in self.on_host:
             return
         kind = Kind(category, module, operator, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         storage = tensor.untyped_storage()
@@ -115,7 +116,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer: it lies on the host."""
-        self._free(storage_key(tensor))
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        self._free(key)
+        self.on_host.add(key)
+        weakref.finalize(storage, self.on_host.discard, key)
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Take note that a tensor's storage was emptied or filled again."""

@@ -17,9 +17,9 @@ from lcplan.estimators.runtime import cublas_workspace
 from lcplan.ledger import Category
 from lcplan.model_spec import ModelSpec
 from lcplan.tracing.kernels import beside_outputs, settled_categories
-from lcplan.tracing.model import build
+from lcplan.tracing.model import build, materialise
 from lcplan.tracing.modules import RunningModule, name_phases, without_index
-from lcplan.tracing.seams import gpu_behaviour, watched_storages
+from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, watched_storages
 from lcplan.tracing.sharding import Ranks, ranks_of, shard
 from lcplan.tracing.step import micro_steps, optimizer_step
 from lcplan.tracing.storages import Alive, Kind, StorageTracker, storage_key
@@ -61,16 +61,22 @@ def check_traceable(plan: TrainPlan) -> None:
             raise PlanError("not-traced", f"{what}: the trace method does not run it. --method formula may cover it.")
 
 
-def trace_layers(spec: ModelSpec, plan: TrainPlan, num_layers: int, rank: int) -> dict[str, Alive]:
+def trace_layers(
+    spec: ModelSpec, plan: TrainPlan, num_layers: int, rank: int, torch_version: str | None = None
+) -> dict[str, Alive]:
     """What is alive at the largest instant of each part of a steady step, of a model with so many layers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     sharded = plan.backend == "fsdp2"
-    with gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, FakeTensorMode():
+    with gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, contextlib.ExitStack() as stack:
+        if sharded:
+            stack.enter_context(fsdp_as_in(torch_version))
         model = build(spec, plan, num_layers)
+        stack.enter_context(FakeTensorMode())
+        materialise(model)
         table = tuple(model.get_input_embeddings().weight.shape) if spec.tie_word_embeddings else None
         if ranks is not None:
-            model = shard(model, ranks)
+            model = shard(model, plan, ranks)
         modules = RunningModule(model)
         tracker = StorageTracker(
             scratch_of=partial(beside_outputs, table), category_of=settled_categories, module_of=modules.name
@@ -87,7 +93,11 @@ def trace_layers(spec: ModelSpec, plan: TrainPlan, num_layers: int, rank: int) -
 
 def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: TrainPlan, ranks: Ranks | None) -> None:
     for name, parameter in model.named_parameters():
-        tracker.add(_local(parameter), "parameter", module=without_index(name))
+        if plan.offload_params:
+            tracker.forget(_local(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.forget(_local(p.grad)))
+        else:
+            tracker.add(_local(parameter), "parameter", module=without_index(name))
     for name, buffer in model.named_buffers():
         tracker.add(buffer, "buffer", module=without_index(name))
     watching = contextlib.nullcontext() if ranks is None else watched_storages(tracker.resized)
@@ -96,7 +106,8 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
         for parameter in model.parameters():
             if parameter.grad is not None:
                 tracker.settle(_local(parameter.grad), "gradient")
-        optimizer_step(tracker, model, plan)
+        if not plan.offload_params:  # else the optimizer works on the host
+            optimizer_step(tracker, model, plan)
         del batches
 
 
