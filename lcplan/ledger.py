@@ -28,7 +28,7 @@ PHASE_HELP = {
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
     "backward[i].attention": "backward of the attention of layer i",
     "backward.embedding": "backward of the token embedding",
-    "backward": "backward pass (traced)",
+    "backward": "backward of the decoder layers (traced)",
     "optimizer_step": "optimizer step: all gradients, no activations",
     DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
 }
@@ -111,6 +111,19 @@ class PlanWarning(Record):
     fix: str
 
 
+class TensorGroup(Record):
+    """Tensors alive at the peak that one operator of one module made, in whatever layer (traced)."""
+
+    category: Category
+    module: str
+    """``model.layers.*.mlp``; empty where no module ran, as in the loss."""
+    operator: str
+    """Empty for weights and the batch."""
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
 class MemoryReport(Record):
     """The answer; every method (formula, trace, probe) gives one."""
 
@@ -131,6 +144,10 @@ class MemoryReport(Record):
     disk: DiskUse
     items: tuple[MemoryItem, ...]
     phases: tuple[PhaseTotal, ...]
+    timeline: tuple[PhaseTotal, ...] = ()
+    """Largest total of each part of the step, layer by layer (traced)."""
+    tensors_at_peak: tuple[TensorGroup, ...] = ()
+    """What is alive at the peak, largest first (traced)."""
     rope: RopeParameters | None
     step_time_s: float | None = None
     tokens_per_second: float | None = None

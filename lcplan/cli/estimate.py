@@ -31,12 +31,18 @@ def command(
     preset: PresetOption = None,
     config: ConfigOption = None,
     method: Annotated[
-        str, typer.Option(help="How to obtain the report: formula, or trace (runs the modeling code on fake tensors).")
+        str, typer.Option(help="How to obtain the report: formula, or trace (runs the training code on fake tensors).")
     ] = "formula",
     explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
+    rank: Annotated[
+        int | None, typer.Option(help="Trace this rank of the job; the one that holds most where not given.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Trace this many decoder layers and extend; as few as are exact where not given.")
+    ] = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -55,9 +61,19 @@ def command(
         raise InputError(
             "two-views", f"--compare-rules and --explain {explain} both replace the report. Give one of them."
         )
+    if method == "formula" and (rank is not None or layers is not None):
+        given_flags = " and ".join(
+            name for name, value in (("--rank", rank), ("--layers", layers)) if value is not None
+        )
+        raise InputError(
+            "trace-only",
+            f"{given_flags}: formulas answer for the worst rank and all layers. Use --method trace, or leave it out.",
+        )
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
-    by_method = estimate if method == "formula" else estimate_by_trace
-    report = by_method(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    if method == "formula":
+        report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    else:
+        report = estimate_by_trace(job.spec, job.plan, job.gpu, assumptions=job.assumptions, rank=rank, layers=layers)
     if compare_rules:
         _print_rules(report, job, as_json=json, units=size_units)
     elif json:

@@ -220,7 +220,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     Raises:
         EnvironmentProblem: when this process has a process group already.
     """
-    import torch.distributed as dist  # noqa: TID253
+    import torch.distributed as dist
 
     if dist.is_initialized():
         raise EnvironmentProblem(
@@ -238,10 +238,10 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 @contextlib.contextmanager
 def ring_attention_on_cpu() -> Iterator[None]:
     """Let torch's ring attention run with the CPU's attention operator, whose outputs are those of the GPU's."""
-    import torch  # noqa: TID253
+    import torch
     from torch.distributed.tensor import DTensor
 
-    ring = importlib.import_module(RING)
+    ring: Any = importlib.import_module(RING)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -296,7 +296,7 @@ def trl_offloading(model: Any) -> Iterator[Any]:
 
     Fake storages have no addresses, so they are told apart by identity.
     """
-    import torch  # noqa: TID253
+    import torch
 
     name = "trl.models.activation_offloading"
     module = importlib.import_module(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,8 @@ def batches(tracker: StorageTracker, plan: TrainPlan) -> list[dict[str, torch.Te
     found = []
     for _ in range(plan.gradient_accumulation_steps):
         batch = {name: torch.ones(size, dtype=torch.int64) for name in BATCH}
-        for name, tensor in batch.items():
-            tracker.add(tensor, "input", module=name)
+        for tensor in batch.values():
+            tracker.settle(tensor, "input")
         found.append(batch)
     return found
 
@@ -60,7 +59,7 @@ def _forward_and_backward(tracker: StorageTracker, model: Any, batch: dict[str, 
     loss.backward()
 
 
-def _autocast(plan: TrainPlan) -> contextlib.AbstractContextManager[Any]:
+def _autocast(plan: TrainPlan) -> Any:
     """Accelerate wraps the forward of a model on one GPU; under FSDP2 the mixed precision policy casts instead."""
     if plan.backend != "single":
         return contextlib.nullcontext()

@@ -161,6 +161,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every operator."""
+        if func is torch.ops.prim.device.default:
+            return func(*args)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper (DTensor) goes first; what it does to its own tensor comes here
         kwargs = kwargs or {}
@@ -168,7 +170,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
             kwargs = kwargs | {"pin_memory": False, "device": torch.device(HOST)}
         result = func(*args, **kwargs)
         name = str(func)
-        if name.startswith(("prim.", "profiler.")):
+        if name.startswith("profiler."):
             return result
         # gradients of weights are told from temporaries at the end: they are what .grad holds
         computing_gradients = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()

@@ -8,37 +8,24 @@ tensors and is an item of its own.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators.runtime import cublas_workspace
-from lcplan.ledger import Category
 from lcplan.model_spec import ModelSpec
+from lcplan.tracing.extension import extend, extension_of
 from lcplan.tracing.kernels import beside_outputs, settled_categories
 from lcplan.tracing.model import build, materialise
 from lcplan.tracing.modules import RunningModule, name_phases, without_index
 from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, watched_storages
 from lcplan.tracing.sharding import Ranks, ranks_of, shard
 from lcplan.tracing.step import micro_steps, optimizer_step
-from lcplan.tracing.storages import Alive, Kind, StorageTracker, storage_key
+from lcplan.tracing.storages import Alive, Kind, StorageTracker
 from lcplan.train_plan import TrainPlan
 
-CATEGORIES: dict[str, Category] = {
-    "trace.parameters": "parameter",
-    "trace.buffers": "buffer",
-    "trace.optimizer_states": "optimizer_state",
-    "trace.gradients": "gradient",
-    "trace.activations": "activation",
-    "trace.temporaries": "temporary",
-    "trace.all_gather": "all_gather",
-    "trace.reduce_scatter": "reduce_scatter",
-    "trace.inputs": "input",
-    "trace.kernel_scratch": "temporary",
-}
-"""Keys of the report's items, and the category of each."""
 SCRATCH = "kernel scratch"
+"""Stands for an operator where a kernel needs more than its outputs; negative where it needs less."""
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adafactor")
 
 
@@ -61,8 +48,54 @@ def check_traceable(plan: TrainPlan) -> None:
             raise PlanError("not-traced", f"{what}: the trace method does not run it. --method formula may cover it.")
 
 
+class Trace(NamedTuple):
+    """What was alive at the largest instant of each part of a steady step, on one rank."""
+
+    parts: dict[str, Alive]
+    """forward, forward[i], loss, backward[i], backward.embedding, optimizer_step, in step order."""
+    traced_layers: tuple[int, ...]
+    """Layers of the traces that the parts were extended from; those of the model where all were traced."""
+
+    def totals(self) -> dict[str, int]:
+        """Allocated bytes of each part."""
+        return {part: alive.total() for part, alive in self.parts.items()}
+
+    @property
+    def peak(self) -> int:
+        """Peak allocated bytes of the step."""
+        return max(self.totals().values())
+
+
+def trace(
+    spec: ModelSpec, plan: TrainPlan, *, rank: int = 0, layers: int | None = None, torch_version: str | None = None
+) -> Trace:
+    """One steady training step of one rank, run on fake tensors.
+
+    Args:
+        spec: the model
+        plan: the resolved plan
+        rank: global rank
+        layers: decoder layers to trace and extend from; by itself as few as are exact
+        torch_version: release whose FSDP2 is meant, for measurements of another one than is installed
+
+    Raises:
+        PlanError: when the plan holds what is not traced.
+        EnvironmentProblem: when the code cannot run on fake tensors, or the stack is unknown.
+    """
+    check_traceable(plan)
+    if not 0 <= rank < plan.num_gpus:
+        raise PlanError("bad-rank", f"--rank {rank} does not exist: this plan has ranks 0 to {plan.num_gpus - 1}.")
+    total = spec.num_hidden_layers
+    extension = extension_of(spec, plan, layers)
+    run = partial(trace_layers, spec, plan, rank=rank, torch_version=torch_version)
+    if extension is None:
+        return Trace(run(total), (total,))
+    parts = extend(run(extension.first), run(extension.second), extension, total)
+    return Trace(parts, (extension.first, extension.second))
+
+
 def trace_layers(
-    spec: ModelSpec, plan: TrainPlan, num_layers: int, rank: int, torch_version: str | None = None
+    spec: ModelSpec, plan: TrainPlan, num_layers: int, *, rank: int, torch_version: str | None = None
 ) -> dict[str, Alive]:
     """What is alive at the largest instant of each part of a steady step, of a model with so many layers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
