@@ -71,6 +71,8 @@ class _Step:
         self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
+        # FSDP2 casts what enters a unit to bf16: float32 tables become each layer's own
+        self.casts_rotary = self.fsdp and TRAITS[spec.model_type].wide_rotary
         self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and not self.frozen
         self.shape = LayerShape(
             spec=spec,
@@ -130,17 +132,19 @@ class _Step:
             alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=self.tokens)
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
-        tables = activations.rotary_tables
-        # FSDP2 casts what enters its units to bf16
-        wide = self.float32 or (TRAITS[spec.model_type].wide_rotary and not self.fsdp)
-        alive[tables.key] = tables(
-            tokens=self.tokens if self.ring else self.tokens // rows,
-            head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
-            dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
-        )
+        if not self.casts_rotary:
+            alive |= self.rotary_tables(wide=self.float32 or TRAITS[spec.model_type].wide_rotary)
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         return alive
+
+    def rotary_tables(self, *, wide: bool) -> Alive:
+        """cos and sin of this rank's positions."""
+        rows = 1 if self.ring else self.plan.per_device_train_batch_size
+        item, spec = activations.rotary_tables, self.spec
+        head_dim = round(spec.head_dim * spec.rope.partial_rotary_factor)
+        dtype_bytes = weights.FP32_BYTES if wide else weights.BF16_BYTES
+        return {item.key: item(tokens=self.tokens // rows, head_dim=head_dim, dtype_bytes=dtype_bytes)}
 
     # What layers that have yet to run backward keep
 
@@ -161,6 +165,8 @@ class _Step:
         elif self.plan.activation_offloading:
             on_gpu = 1 if running else min(checkpointed, activations.TRL_STASHED_TENSORS)
         kept = merge(kept, self._inputs(on_gpu))
+        if self.casts_rotary:
+            kept = merge(kept, {key: count * size for key, size in self.rotary_tables(wide=False).items()})
         if self.plan.activation_checkpointing == "selective":
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
@@ -241,6 +247,9 @@ class _Step:
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
         if self.fsdp:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        if self.fsdp and self.frozen:
+            # under peft accelerate does not find the final norm: it stays with the root, which prefetches the last layer
+            alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=self.layer, num_layers=1)
         if self.plan.loss == "full":
             full = loss_head.full_logits
             alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
@@ -251,7 +260,7 @@ class _Step:
                 alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
             alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=tokens)
             if float32:
-                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
+                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden, vocab_size=vocab)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:

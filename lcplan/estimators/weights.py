@@ -32,10 +32,10 @@ def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
 def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
     """Unsharded bf16 weights of decoder layers under FSDP2: the current one and the prefetched next.
 
-    N is 2 in the backward of layers 1 and up, 1 in layer 0.
+    N is 2 in the backward of layers 1 and up, 1 in layer 0, and 1 in the loss under peft.
 
     Formula: ``2*P_layer*N``
-    Live in: forward, backward
+    Live in: forward, backward, loss (LoRA)
     Rounding: exact
     Ignores: the flat all-gather buffer between copy-in and copy-out
     Source: torch.distributed.fsdp fully_shard, one unit a decoder layer; allocator trace of Qwen3-8B, cp 8

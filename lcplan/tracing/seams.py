@@ -307,7 +307,7 @@ def trl_offloading(model: Any) -> Iterator[Any]:
     with _replaced(
         (
             (name, "_get_unique_tensor_key", key),
-            ("torch.accelerator", "current_accelerator", lambda: torch.device("cpu")),
+            ("torch.accelerator", "current_accelerator", lambda *_args: torch.device("cpu")),
             ("torch", "get_device_module", lambda _device=None: STREAMS),
         )
     ):
