@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
 
 WITHIN = 0.01
 AT_LEAST = 200
+NUM_LAYERS = 2
 LENGTHS = (1024, 4096, 16384)
 """Taken in turn: short plans peak in the loss or at the optimizer, long ones in a layer."""
 SHARDED = {"num_gpus": 4, "dp_shard_size": 4}
@@ -79,18 +80,19 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every family with every lever, as far as the formulas cover it: tied and untied, first and last rank of a ring."""
-    lengths = itertools.cycle(LENGTHS)
-    for family, tied, levers in itertools.product(TRAITS, (False, True), LEVERS):
-        spec = family_spec(family, tied=tied)
-        for rank in (0, levers["num_gpus"] - 1) if levers.get("cp_size", 1) > 1 else (0,):
-            given = {"max_length": next(lengths), **levers}
-            try:
-                plan = plan_of(spec, **given)
-                formula.check_covered(spec, plan)
-            except PlanError:
-                continue
-            yield Case(spec, plan, rank, f"{family}, {'tied' if tied else 'untied'}, rank {rank}, {given}")
+    """Every family with every lever that the formulas cover; length, tying and the ring's rank change in turn."""
+    for (number, family), (place, levers) in itertools.product(enumerate(TRAITS), enumerate(LEVERS)):
+        tied = bool((number + place // len(LENGTHS)) % 2)
+        last_rank = levers.get("cp_size", 1) > 1 and (number + place) % 2
+        rank = levers["num_gpus"] - 1 if last_rank else 0
+        given = {"max_length": LENGTHS[(number + place) % len(LENGTHS)], **levers}
+        spec = family_spec(family, tied=tied, num_hidden_layers=NUM_LAYERS)
+        try:
+            plan = plan_of(spec, **given)
+            formula.check_covered(spec, plan)
+        except PlanError:
+            continue
+        yield Case(spec, plan, rank, f"{family}, {'tied' if tied else 'untied'}, rank {rank}, {given}")
 
 
 CASES = list(cases())

@@ -148,8 +148,11 @@ class _Step:
 
     # What layers that have yet to run backward keep
 
-    def kept_by_layers(self, count: int, *, running: bool) -> Alive:
-        """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
+    def kept_by_layers(self, count: int, *, running: bool, stashed: int = activations.TRL_STASHED_TENSORS) -> Alive:
+        """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own.
+
+        ``stashed`` layer inputs wait on the GPU for TRL's offloading.
+        """
         every, below = self.every, count - 1 if running else count
         checkpointed = 0 if every is None else -(-count // every)
         whole = count - checkpointed
@@ -163,7 +166,7 @@ class _Step:
         if self.plan.offload_activations:
             on_gpu = 1 if self.frozen else 0
         elif self.plan.activation_offloading:
-            on_gpu = 1 if running else min(checkpointed, activations.TRL_STASHED_TENSORS)
+            on_gpu = 1 if running else min(checkpointed, stashed)
         kept = merge(kept, self._inputs(on_gpu))
         if self.casts_rotary:
             kept = merge(kept, {key: count * size for key, size in self.rotary_tables(wide=False).items()})
@@ -241,14 +244,16 @@ class _Step:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
+        sent = self.plan.activation_offloading
+        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False, stashed=0))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
-        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
+        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
         if self.fsdp:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         if self.fsdp and self.frozen:
-            # under peft accelerate does not find the final norm: it stays with the root, which prefetches the last layer
+            # accelerate does not find peft's final norm: it stays with the root, which prefetches the last layer
             alive[weights.gathered_layers.key] = weights.gathered_layers(layer_parameters=self.layer, num_layers=1)
         if self.plan.loss == "full":
             full = loss_head.full_logits

@@ -78,6 +78,7 @@ FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 NEEDED_BY_SHARDING = (
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
     (FSDP_PARAM, "alloc_storage"),
     (FSDP_PARAM, "free_storage"),
     (FSDP_PARAM, "_to_dtype_if_needed"),
@@ -138,19 +139,25 @@ def check_stack(*, sharded: bool) -> None:
 
 @contextlib.contextmanager
 def _replaced(names: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
-    """Set names of modules for a while; those that were not there are gone again afterwards."""
-    modules = [(importlib.import_module(module), name, value) for module, name, value in names]
-    before = [(module, name, getattr(module, name)) for module, name, _ in modules if hasattr(module, name)]
-    absent = [(module, name) for module, name, _ in modules if not hasattr(module, name)]
+    """Set names for a while; those that their module or class did not have itself are gone again afterwards."""
+    owners = [(_owner(module, name), name.rpartition(".")[2], value) for module, name, value in names]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in owners if name in vars(owner)]
+    absent = [(owner, name) for owner, name, _ in owners if name not in vars(owner)]
     try:
-        for module, name, value in modules:
-            setattr(module, name, value)
+        for owner, name, value in owners:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-        for module, name in absent:
-            delattr(module, name)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        for owner, name in absent:
+            delattr(owner, name)
+
+
+def _owner(module: str, name: str) -> Any:
+    """The module, or the class in it, that has the last part of a dotted name."""
+    inside = name.rpartition(".")[0]
+    return _find(module, inside) if inside else importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -203,14 +210,8 @@ def fsdp_as_in(torch_version: str | None) -> Iterator[None]:
     if len(numbers) < 2 or numbers >= [2, 12]:
         yield
         return
-    state = _find(FSDP_STATE, "FSDPState")
-    name = "_force_complete_incomplete_states"
-    before = getattr(state, name)
-    setattr(state, name, lambda _state, output: output)
-    try:
+    with _replaced(((FSDP_STATE, "FSDPState._force_complete_incomplete_states", lambda _state, output: output),)):
         yield
-    finally:
-        setattr(state, name, before)
 
 
 @contextlib.contextmanager
@@ -233,6 +234,8 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # equal meshes are one key to DTensor's cache, which would bring back the groups of this one
+        _find("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")()
 
 
 @contextlib.contextmanager
@@ -309,6 +312,8 @@ def trl_offloading(model: Any) -> Iterator[Any]:
             (name, "_get_unique_tensor_key", key),
             ("torch.accelerator", "current_accelerator", lambda *_args: torch.device("cpu")),
             ("torch", "get_device_module", lambda _device=None: STREAMS),
+            # it puts off when memory may be used again, not when it counts as free
+            ("torch", "Tensor.record_stream", lambda _tensor, _stream: None),
         )
     ):
         yield module.get_act_offloading_ctx_manager(model=model)
