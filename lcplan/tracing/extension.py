@@ -90,31 +90,22 @@ def extend(first: dict[str, Alive], second: dict[str, Alive], extension: Extensi
     """Every part of the step with ``total`` layers, from the two traces."""
     times = (total - extension.first) // extension.period
     found: dict[str, Alive] = {}
-    for phase, alive in first.items():
-        indexed = _INDEXED.match(phase)
+    for part, alive in first.items():
+        indexed = _INDEXED.match(part)
         if indexed is None:
-            found[phase] = _plus((alive, 1 - times), (second[phase], times))
+            found[part] = _plus((alive, 1 - times), (second[part], times))
             continue
-        name, index = indexed[1], int(indexed[2])
-        layers = _stands_for(index, extension, times)
-        for layer in reversed(layers) if name == "backward" else layers:
-            found[f"{name}[{layer}]"] = _layer(first, second, name, layer, extension, times)
+        name = indexed[1]
+        if f"{name}[0]" not in found:  # the first layer of a pass: all of them follow
+            for layer in reversed(range(total)) if name == "backward" else range(total):
+                found[f"{name}[{layer}]"] = _layer(first, second, name, layer, extension, times)
     return found
-
-
-def _stands_for(index: int, extension: Extension, times: int) -> list[int]:
-    """Layers of the whole model that a traced layer stands for, in the order of the traced step."""
-    edge, period = extension.edge, extension.period
-    if index < edge:
-        return [index]
-    if index >= extension.first - edge:
-        return [index + times * period]
-    return [index + step * period for step in range(times + 1)]
 
 
 def _layer(
     first: dict[str, Alive], second: dict[str, Alive], name: str, layer: int, extension: Extension, times: int
 ) -> Alive:
+    """What a traced layer, with so many like it below and above, holds in the whole model."""
     above = min(max((layer - extension.edge) // extension.period, 0), times)
     index = layer - above * extension.period
     base, below = first[f"{name}[{index}]"], second[f"{name}[{index}]"]

@@ -13,6 +13,9 @@ from torch.nn.modules import module as nn_module  # noqa: TID253
 from lcplan.tracing.model import decoder_layers
 from lcplan.tracing.storages import StorageTracker
 
+LOSS_FORWARD, LOSS_BACKWARD = "loss[forward]", "loss[backward]"
+"""Parts of the step between the last layer's forward and its backward."""
+
 
 class RunningModule:
     """The module whose forward runs, or whose backward does.
@@ -60,7 +63,7 @@ def without_index(name: str) -> str:
 
 
 def name_phases(tracker: StorageTracker, model: Any) -> None:
-    """Let the decoder layers say where the step is: forward[i], loss, backward[i], backward.embedding."""
+    """Let the decoder layers say where the step is; a model that does not show them has one forward, one backward."""
     layers = decoder_layers(model)
     if not layers:
         return
@@ -82,5 +85,5 @@ def name_phases(tracker: StorageTracker, model: Any) -> None:
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(at(f"forward[{index}]"), prepend=True)
         layer.register_forward_hook(when_backward_reaches(f"backward[{index}]"))
-    layers[-1].register_forward_hook(at("loss"))
+    layers[-1].register_forward_hook(at(LOSS_FORWARD))
     model.get_input_embeddings().register_forward_hook(when_backward_reaches("backward.embedding"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch  # noqa: TID253  (imported by the trace method alone)
 
+from lcplan.tracing.modules import LOSS_BACKWARD
 from lcplan.tracing.seams import trl_offloading
 from lcplan.tracing.sharding import Ranks, split_sequence
 from lcplan.tracing.storages import StorageTracker
@@ -46,16 +47,13 @@ def micro_steps(tracker: StorageTracker, model: Any, plan: TrainPlan, ranks: Ran
 
 def _forward_and_backward(tracker: StorageTracker, model: Any, batch: dict[str, torch.Tensor], plan: TrainPlan) -> None:
     tracker.phase = "forward"
+    fused = {"fused_lm_head": True} if plan.loss == "chunked" else {}
     with _autocast(plan):
-        if plan.loss == "chunked":
-            outputs = model(**batch, use_cache=False, fused_lm_head=True)
-            loss = -outputs.log_probs.sum()
-        else:
-            outputs = model(**batch, use_cache=False)
-            loss = outputs.loss
+        outputs = model(**batch, use_cache=False, **fused)
+    loss = -outputs.log_probs.sum() if fused else outputs.loss
     del outputs
-    if tracker.phase == "forward":  # a model that does not show its layers
-        tracker.phase = "backward"
+    # apart from the forward: when autocast ends, its copies of the weights go
+    tracker.phase = "backward" if tracker.phase == "forward" else LOSS_BACKWARD
     loss.backward()
 
 

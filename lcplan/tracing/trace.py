@@ -8,6 +8,8 @@ tensors and is an item of its own.
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +54,8 @@ class Trace(NamedTuple):
     """What was alive at the largest instant of each part of a steady step, on one rank."""
 
     parts: dict[str, Alive]
-    """forward, forward[i], loss, backward[i], backward.embedding, optimizer_step, in step order."""
+    """In step order: forward, forward[i], loss[forward], loss[backward], backward[i], backward.embedding and
+    optimizer_step."""
     traced_layers: tuple[int, ...]
     """Layers of the traces that the parts were extended from; those of the model where all were traced."""
 
@@ -133,8 +136,8 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
             tracker.add(_local(parameter), "parameter", module=without_index(name))
     for name, buffer in model.named_buffers():
         tracker.add(buffer, "buffer", module=without_index(name))
-    watching = contextlib.nullcontext() if ranks is None else watched_storages(tracker.resized)
-    with watching, modules.watched(), tracker:
+    watching: Any = contextlib.nullcontext() if ranks is None else watched_storages(tracker.resized)
+    with watching, modules.watched(), no_collection(), tracker:
         batches = micro_steps(tracker, model, plan, ranks)
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -142,6 +145,19 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
         if not plan.offload_params:  # else the optimizer works on the host
             optimizer_step(tracker, model, plan)
         del batches
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's collector, which would free what sits in reference cycles at moments that nothing fixes."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _local(tensor: Any) -> Any:
