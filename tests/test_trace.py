@@ -99,7 +99,7 @@ def test_a_traced_report_is_a_report() -> None:
 
 def test_a_traced_report_tells_layer_by_layer_and_tensor_by_tensor() -> None:
     spec = family_spec("qwen3", num_hidden_layers=6)
-    plan = plan_of(spec, max_length=16_384, num_gpus=4, cp_size=4)
+    plan = plan_of(spec, max_length=65_536, num_gpus=4, cp_size=4)
     report = estimate_by_trace(spec, plan, load_gpu("h200"))
     parts = [part.phase for part in report.timeline]
     forward, backward = [f"forward[{i}]" for i in range(6)], [f"backward[{i}]" for i in reversed(range(6))]

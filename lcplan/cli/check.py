@@ -29,7 +29,7 @@ def command(
             "$LCPLAN_ROWS or ~/.local/share/lcplan/rows.jsonl.",
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="formula, or trace (train extra; one GPU's rows).")] = "formula",
+    method: Annotated[str, typer.Option(help="formula, or trace (peft extra, some minutes).")] = "formula",
     json: JsonOption = False,
 ) -> None:
     """Hold the formulas against every recorded GPU measurement. Exit 0 if none drifts, 1 if one does.

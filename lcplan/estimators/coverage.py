@@ -20,8 +20,8 @@ def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
     for what, uncovered in _uncovered(spec, plan).items():
         if uncovered:
             message = f"{what}: the formula method does not cover it, and an unmeasured number would be a guess."
-            if plan.backend == "single":
-                message += " --method trace may: it runs the modeling code itself on fake tensors."
+            if plan.backend != "deepspeed":
+                message += " --method trace may: it runs the training code itself on fake tensors."
             raise PlanError("not-covered", message)
 
 

@@ -306,7 +306,8 @@ class _Step:
             scatter = gradients.reduce_scatter_input
             alive[scatter.key] = scatter(unit_parameters=self.trainable_layer)
             if not self.tied:
-                alive |= self._gathered_embedding()
+                # copied out of the flat buffer first, whose place a trained table's gradient takes
+                alive |= {key: size * (2 if self.frozen else 1) for key, size in self._gathered_embedding().items()}
         return alive
 
     def optimizer_step(self) -> Alive:

@@ -48,7 +48,9 @@ def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
 def gathered_embedding(*, embedding_parameters: int) -> int:
     """Unsharded bf16 token embedding, prefetched while layer 0 runs backward (untied models).
 
-    Formula: ``2*V*H``
+    Twice before the backward of a frozen one: the flat all-gather buffer, and what is copied out of it.
+
+    Formula: ``2*V*H``; frozen, in its own backward: ``4*V*H``
     Live in: backward of layer 0, backward of the embedding
     Rounding: exact
     Ignores: nothing

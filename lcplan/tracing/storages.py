@@ -20,6 +20,7 @@ from lcplan.ledger import Category
 
 BLOCK_BYTES = 512
 """c10/cuda/CUDACachingAllocator.cpp kMinBlockSize."""
+WAIT = "_c10d_functional.wait_tensor.default"
 HOST = "meta"
 """Device type of tensors that stand for host memory."""
 
@@ -128,6 +129,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
             self._change(known, blocks(tensor.untyped_storage().nbytes()) - known.num_bytes)
             self._look(0)
 
+    def same_memory(self, made: torch.Tensor, given: torch.Tensor) -> None:
+        """Count once what are two storages here and one on a GPU: what a collective is waited for is its own output."""
+        key, known = storage_key(made), self.live.pop(storage_key(given), None)
+        if known is not None:
+            self.live[key] = known
+            weakref.finalize(made.untyped_storage(), self._free, key)
+            self.forget(given)
+
     def keep(self, category: Category) -> None:
         """Note what of a category is alive now, as something that is there in every steady step."""
         for storage in self.live.values():
@@ -176,6 +185,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[misc]
         computing_gradients = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         category: Category = "temporary" if computing_gradients else "activation"
         module = self.module_of()
+        if name == WAIT:
+            self.same_memory(result, args[0])
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf, category, name, module)
