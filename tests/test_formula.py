@@ -313,7 +313,7 @@ def test_shards_cover_the_whole(shape: Any, ranks: int, length: int) -> None:
 
 
 def test_lora_under_fsdp2_peaks_in_the_embedding_where_sequences_are_short() -> None:
-    """The flat buffer and what is copied out of it: found by the trace, 3.603 GB for Qwen3-8B's shapes at 1,024 tokens."""
+    """The flat buffer and what is copied out of it; the trace says 3.603 GB for Qwen3-8B at 1,024 tokens."""
     row = next(row for row in load_rows() if row.id == "m093")
     spec = row_spec(row)
     plan = plan_of(spec, max_length=1024, num_gpus=4, dp_shard_size=4, lora_r=16)
