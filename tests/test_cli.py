@@ -39,7 +39,7 @@ def test_json_is_the_contract(lcplan) -> None:
     assert set(report) == {
         "schema_version", "lcplan_version", "method", "model", "plan", "gpu", "stack", "peak_allocated_bytes",
         "peak_phase", "peak_rank", "device_peak_bytes", "fits", "headroom_bytes", "host", "disk", "items", "phases",
-        "rope", "step_time_s", "tokens_per_second", "warnings", "assumptions", "not_modelled",
+        "timeline", "tensors_at_peak", "rope", "step_time_s", "tokens_per_second", "warnings", "assumptions", "not_modelled",
     }  # fmt: skip
     assert report["schema_version"] == 1
     assert set(report["stack"]) == {"trl", "transformers", "accelerate", "torch"}
