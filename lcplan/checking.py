@@ -173,17 +173,17 @@ def ring_rank(rank: int, plan: TrainPlan) -> int:
     return rank % (plan.cp_size * plan.sp_size)
 
 
-def predicted_peak(spec: ModelSpec, plan: TrainPlan, rank: int, method: Method) -> int:
-    """Peak allocated bytes of one rank by the method.
+def predicted_peak(spec: ModelSpec, plan: TrainPlan, row: MeasuredRow, method: Method) -> int:
+    """Peak allocated bytes of the row's rank by the method.
 
     Raises:
         PlanError: when the method does not cover the plan.
     """
     if method == "formula":
-        return max(formula.instants(spec, plan, rank=rank).totals().values())
+        return max(formula.instants(spec, plan, rank=ring_rank(row.rank, plan)).totals().values())
     from lcplan.tracing.trace import trace
 
-    return max(sum(alive.values()) for alive in trace(spec, plan).values())
+    return trace(spec, plan, rank=row.rank, torch_version=row.versions.get("torch")).peak
 
 
 def check_row(row: MeasuredRow, method: Method = "formula") -> RowResult:
@@ -200,7 +200,7 @@ def check_row(row: MeasuredRow, method: Method = "formula") -> RowResult:
         spec = row_spec(row)
         plan = row_plan(row, spec)
         levers = lever_names(plan)
-        predicted = predicted_peak(spec, plan, ring_rank(row.rank, plan), method)
+        predicted = predicted_peak(spec, plan, row, method)
     except (PlanError, ModelError) as error:
         if error.code == "unknown-model":
             raise

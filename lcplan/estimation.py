@@ -1,4 +1,4 @@
-"""From a model, a plan and a GPU to a MemoryReport, by the formula method."""
+"""From a model, a plan and a GPU to a MemoryReport, by formulas, a trace or a probe."""
 
 from __future__ import annotations
 
@@ -85,18 +85,56 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
 
 
 def estimate_by_trace(
-    spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tuple[str, ...] = ()
+    spec: ModelSpec,
+    plan: TrainPlan,
+    gpu: GpuSpec,
+    *,
+    assumptions: tuple[str, ...] = (),
+    rank: int | None = None,
+    layers: int | None = None,
 ) -> MemoryReport:
-    """The same report from the real modeling code on fake tensors; needs the train extra, no GPU.
+    """The same report from the real training code on fake tensors; needs the train extra, no GPU.
+
+    Args:
+        spec: the model
+        plan: the resolved plan
+        gpu: the GPU it has to fit
+        assumptions: what was chosen for the user
+        rank: global rank to trace; the one that holds most if it is not given
+        layers: decoder layers to trace and extend from; as few as are exact if it is not given
 
     Raises:
-        EnvironmentProblem: when the train extra is missing or the modeling code cannot be traced.
+        EnvironmentProblem: when the train extra is missing or the code cannot be traced.
         PlanError: when the plan holds what is not traced, or the rotary scaling is impossible.
     """
     need_train_extra("--method trace runs the training code")
+    from lcplan.tracing import report as traced
     from lcplan.tracing.trace import trace
 
-    return make_report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
+    ranks = _ranks_to_trace(spec, plan) if rank is None else (rank,)
+    by_rank = {each: trace(spec, plan, rank=each, layers=layers) for each in ranks}
+    worst = max(by_rank, key=lambda each: by_rank[each].peak)
+    found = by_rank[worst]
+    if found.traced_layers != (spec.num_hidden_layers,):
+        first, second = found.traced_layers
+        assumptions += (
+            f"{spec.num_hidden_layers} layers: extended from traces of {first} and {second}, the layers being alike",
+        )
+    report = make_report(spec, plan, gpu, "trace", traced.phases(found), worst, assumptions)
+    return report.model_copy(
+        update={"timeline": traced.timeline(found), "tensors_at_peak": traced.tensors_at_peak(found)}
+    )
+
+
+def _ranks_to_trace(spec: ModelSpec, plan: TrainPlan) -> tuple[int, ...]:
+    """The rank that holds most by the formulas; every candidate where they do not cover the plan."""
+    candidates = formula.candidate_ranks(plan)
+    if len(candidates) == 1:
+        return candidates
+    try:
+        return (max(candidates, key=lambda rank: max(formula.instants(spec, plan, rank=rank).totals().values())),)
+    except PlanError:
+        return candidates
 
 
 def make_report(
@@ -236,15 +274,15 @@ def _traced_item(key: str, num_bytes: int, phases: tuple[str, ...]) -> MemoryIte
             source="the job's own step on this machine's GPU",
             confidence="exact",
         )
-    from lcplan.tracing.trace import CATEGORIES
+    from lcplan.tracing.report import ITEMS as TRACED_ITEMS
 
     return MemoryItem(
         key=key,
-        category=CATEGORIES[key],
+        category=TRACED_ITEMS[key],
         num_bytes=num_bytes,
         phases=phases,
         formula="sum of live storages",
-        source="the installed modeling code, run on fake tensors",
+        source="the installed training code, run on fake tensors",
         confidence="exact",
     )
 

@@ -38,7 +38,7 @@ PHASE_HELP = {
     "backward[i].expert_norm": "backward of the norm before the experts of layer i: all their gradients exist",
     "backward[i].expert_gradients": "end of the experts' backward in layer i: all their gradients exist",
     "backward.embedding": "backward of the token embedding",
-    "backward": "backward pass (traced)",
+    "backward": "backward of the decoder layers (traced or probed)",
     "evaluation.attention": "attention of a layer in a forward pass without gradients",
     "evaluation.norm": "second norm of a layer in a forward pass without gradients",
     "evaluation.mlp": "MLP of a layer in a forward pass without gradients",
@@ -175,6 +175,19 @@ class Compared(Record):
     measured_bytes: int
 
 
+class TensorGroup(Record):
+    """Tensors alive at the peak that one operator of one module made, in whatever layer (traced)."""
+
+    category: Category
+    module: str
+    """``model.layers.*.mlp``; empty where no module ran, as in the loss."""
+    operator: str
+    """Empty for weights and the batch."""
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
 class MemoryReport(Record):
     """The answer; every method (formula, trace, probe) gives one."""
 
@@ -195,6 +208,10 @@ class MemoryReport(Record):
     disk: DiskUse
     items: tuple[MemoryItem, ...]
     phases: tuple[PhaseTotal, ...]
+    timeline: tuple[PhaseTotal, ...] = ()
+    """Largest total of each part of the step, layer by layer (traced)."""
+    tensors_at_peak: tuple[TensorGroup, ...] = ()
+    """What is alive at the peak, largest first (traced)."""
     rope: RopeParameters | None
     batch: BatchSize
     step_time_s: float | None = None

@@ -39,8 +39,8 @@ def test_json_is_the_contract(lcplan) -> None:
     assert set(report) == {
         "schema_version", "lcplan_version", "method", "model", "plan", "gpu", "stack", "peak_allocated_bytes",
         "peak_phase", "peak_rank", "device_peak_bytes", "fits", "headroom_bytes", "host", "disk", "items", "phases",
-        "rope", "step_time_s", "tokens_per_second", "warnings", "assumptions", "not_modelled",
-        "compared", "batch", "step_time", "step_time_unknown", "token_budget",
+        "timeline", "tensors_at_peak", "rope", "step_time_s", "tokens_per_second", "warnings", "assumptions",
+        "not_modelled", "compared", "batch", "step_time", "step_time_unknown", "token_budget",
     }  # fmt: skip
     assert report["schema_version"] == 1
     assert set(report["stack"]) == {"trl", "transformers", "accelerate", "torch"}

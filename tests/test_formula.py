@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lcplan.checking import load_rows, row_spec
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import formula
@@ -14,6 +15,7 @@ from lcplan.ledger import PHASE_HELP, MemoryReport
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
 from tests.conftest import plan_of, tiny_spec
+from tests.families import family_spec
 
 LAYER = 40 * 96 * 2 + 2 * 40 * 48 + 2 * 16 + 3 * 40 * 112 + 80
 HEAD = 560 * 40
@@ -456,3 +458,49 @@ def test_shards_cover_the_whole(shape: Any, ranks: int, length: int) -> None:
     instants = formula.instants(spec, plan_of(spec, max_length=length, num_gpus=ranks, cp_size=1))
     resident = instants.phases["optimizer_step"]["weights.parameters"]
     assert 4 * spec.num_parameters <= resident * ranks < 4 * spec.num_parameters + ranks
+
+
+def test_lora_under_fsdp2_peaks_in_the_embedding_where_sequences_are_short() -> None:
+    """The flat buffer and what is copied out of it; the trace says 3.603 GB for Qwen3-8B at 1,024 tokens."""
+    row = next(row for row in load_rows() if row.id == "m093")
+    spec = row_spec(row)
+    plan = plan_of(spec, max_length=1024, num_gpus=4, dp_shard_size=4, lora_r=16)
+    totals = formula.instants(spec, plan).totals()
+    assert max(totals, key=lambda phase: totals[phase]) == "backward.embedding"
+    assert totals["backward.embedding"] == pytest.approx(3_603_320_832, rel=0.005)
+
+
+def test_loss_of_lora_under_fsdp2_has_the_last_layer_gathered() -> None:
+    spec = family_spec("llama")
+    given = {"max_length": 4096, "num_gpus": 4, "dp_shard_size": 4}
+    assert "weights.gathered_layers" not in formula.instants(spec, plan_of(spec, **given)).phases["loss"]
+    with_adapters = formula.instants(spec, plan_of(spec, **given, lora_r=8)).phases["loss"]
+    assert with_adapters["weights.gathered_layers"] > 2 * spec.layers[0].total
+
+
+def test_float32_rotary_tables_are_cast_for_each_layer_under_fsdp2() -> None:
+    spec = family_spec("olmo2", num_hidden_layers=5)
+    phases = formula.instants(spec, plan_of(spec, max_length=4096, num_gpus=4, dp_shard_size=4)).phases
+    one = 2 * 2 * 64 * 4096
+    for phase, layers_left in (("loss", 5), ("backward[4].mlp", 5), ("backward[0].mlp", 1)):
+        assert phases[phase]["activations.rotary_tables"] == layers_left * one
+    assert "activations.rotary_tables" not in phases["backward.embedding"]
+
+
+def test_trl_has_sent_the_layer_inputs_away_when_the_loss_runs() -> None:
+    spec = family_spec("llama", num_hidden_layers=8)
+    phases = formula.instants(spec, plan_of(spec, max_length=4096, activation_offloading=True)).phases
+    assert phases["forward"]["activations.layer_inputs"] == 5 * 2 * 512 * 4096
+    assert "activations.layer_inputs" not in phases["loss"]
+
+
+def test_trl_offloading_with_experts_is_refused() -> None:
+    spec = family_spec("qwen3_moe")
+    with pytest.raises(PlanError, match=r"qwen3_moe with --activation-offloading.*--method trace may"):
+        formula.instants(spec, plan_of(spec, max_length=512, activation_offloading=True))
+
+
+def test_mixtral_without_checkpointing_is_refused() -> None:
+    spec = family_spec("mixtral")
+    with pytest.raises(PlanError, match=r"mixtral with --activation-checkpointing none.*--method trace"):
+        formula.instants(spec, plan_of(spec, max_length=512, activation_checkpointing="none"))

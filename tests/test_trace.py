@@ -1,175 +1,35 @@
-"""The trace method: against the formulas on a grid of plans, and against measurements that formulas do not reach."""
+"""The trace method: against measurements, and its own rules; test_trace_grid holds it against the formulas."""
 
 from __future__ import annotations
 
-import itertools
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from lcplan.checking import check_rows, load_rows
+from lcplan.checking import MeasuredRow, check_rows, load_rows, row_plan, row_spec
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimation import estimate_by_trace
 from lcplan.estimators import formula
 from lcplan.hardware import load_gpu
 from lcplan.model_spec import ModelSpec
-from tests.conftest import plan_of, tiny_spec
+from lcplan.reports.terminal import print_report
+from lcplan.row_groups import lever_names
+from tests.conftest import Outcome, plan_of, tiny_spec
+from tests.families import family_spec
 
 pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
-
-COMMON: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "pad_token_id": 0,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"attention_bias": False},
-    "phi3": {"original_max_position_embeddings": 32768, "sliding_window": None},
-    "olmo2": {},
-    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen3_moe": {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "norm_topk_prob": True, "router_aux_loss_coef": 0.001,
-    },
-    "gemma2": {"sliding_window": 1024},
-    "gemma3_text": {
-        "sliding_window": 1024, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128},
-}  # fmt: skip
-EAGER_LENGTHS = (512, 3072)
-LENGTHS = (512, 3072, 16384)
-CHECKPOINTING: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "none"},
-    {"checkpoint_every_n_layers": 2},
-)
-WITHIN = 0.01
-
-
-def family_spec(model_type: str, *, tied: bool) -> ModelSpec:
-    config = {**COMMON, **FAMILIES[model_type], "model_type": model_type, "tie_word_embeddings": tied}
-    return ModelSpec.from_config(config, model_type)
-
-
-GRID = [
-    plan
-    for plan in itertools.product(FAMILIES, (False, True), LENGTHS, CHECKPOINTING, (1, 3))
-    # scores of every pair of tokens: 16,384 of them would fill any GPU
-    if plan[2] in EAGER_LENGTHS or plan[0] not in ("gemma2", "gpt_oss")
-]
 
 
 def traced(spec: ModelSpec, **given: Any) -> int:
     from lcplan.tracing.trace import trace
 
-    return max(sum(alive.values()) for alive in trace(spec, plan_of(spec, **given)).values())
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_formula_and_trace_agree_on_the_grid(model_type: str) -> None:
-    """At least 200 plans over all families: two methods that share nothing but the shapes."""
-    assert len(GRID) >= 200
-    worst: dict[str, float] = {}
-    for family, tied, length, checkpointing, batch in GRID:
-        if family != model_type:
-            continue
-        spec = family_spec(family, tied=tied)
-        given = {"max_length": length, "per_device_train_batch_size": batch, **checkpointing}
-        formula_peak = max(formula.instants(spec, plan_of(spec, **given)).totals().values())
-        worst[str((tied, given))] = formula_peak / traced(spec, **given) - 1
-    off = {plan: error for plan, error in worst.items() if abs(error) > WITHIN}
-    assert not off, off
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_formula_and_trace_agree_on_eager_attention(model_type: str) -> None:
-    plans = itertools.product((False, True), EAGER_LENGTHS, CHECKPOINTING, (1, 3))
-    for tied, length, checkpointing, batch in plans:
-        given = {"max_length": length, "per_device_train_batch_size": batch, **checkpointing}
-        check_agreement(family_spec(model_type, tied=tied), **given, attn_implementation="eager")
-
-
-def check_agreement(spec: ModelSpec, **given: Any) -> None:
-    by_formula = max(formula.instants(spec, plan_of(spec, **given)).totals().values())
-    assert by_formula == pytest.approx(traced(spec, **given), rel=0.003), given
-
-
-MORE_FAMILIES: dict[str, dict[str, Any]] = {
-    "smollm3": {},
-    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0},
-    "ernie4_5": {},
-    "hunyuan_v1_dense": {},
-    "ministral": {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    "gemma": {},
-    "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},
-    "olmo3": {"sliding_window": 1024, "num_hidden_layers": 4},
-    "exaone4": {"sliding_window": 1024, "num_hidden_layers": 4},
-}
-
-
-@pytest.mark.parametrize("model_type", MORE_FAMILIES)
-def test_formula_and_trace_agree_on_more_families(model_type: str) -> None:
-    config = {**COMMON, **MORE_FAMILIES[model_type], "model_type": model_type, "tie_word_embeddings": False}
-    spec = ModelSpec.from_config(config, model_type)
-    for length, checkpointing, batch in itertools.product((512, 3072), CHECKPOINTING, (1, 2)):
-        given = {"max_length": length, "per_device_train_batch_size": batch, **checkpointing}
-        check_agreement(spec, **given)
-    check_agreement(spec, max_length=2048, attn_implementation="eager")
-
-
-ONE_SLIDES = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("mistral", {"sliding_window": 1024}),
-        ("phi3", {"sliding_window": 1024}),
-        ("qwen3", ONE_SLIDES),
-        # a single key/value head is repeated without a copy
-        ("qwen3", ONE_SLIDES | {"num_key_value_heads": 1}),
-        ("phi3", {"num_key_value_heads": 8}),
-        ("gemma3_text", {"num_key_value_heads": 1, "sliding_window_pattern": 2}),
-        # layers without experts, no load-balancing loss, wide experts
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
-        ("qwen3_moe", {"decoder_sparse_step": 2}),
-        ("qwen3_moe", {"router_aux_loss_coef": 0.0, "num_experts": 128}),
-        ("mixtral", {"hidden_size": 256, "intermediate_size": 3072}),
-        ("gpt_oss", {"hidden_size": 256, "intermediate_size": 3072, "num_attention_heads": 2}),
-        ("gpt_oss", {"hidden_size": 2048, "intermediate_size": 256, "num_attention_heads": 2}),
-        ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4}),
-    ],
-)
-def test_formula_and_trace_agree_on_layers_of_several_kinds(model_type: str, changes: dict[str, Any]) -> None:
-    config = {**COMMON, **FAMILIES[model_type], **changes, "model_type": model_type, "tie_word_embeddings": False}
-    if "sliding_window_pattern" in changes:
-        del config["layer_types"]
-    spec = ModelSpec.from_config(config, model_type)
-    for length, checkpointing, batch in itertools.product((500, 2048), CHECKPOINTING, (1, 2)):
-        given = {"max_length": length, "per_device_train_batch_size": batch, **checkpointing}
-        check_agreement(spec, **given)
-        if spec.num_key_value_heads in (1, 8):
-            check_agreement(spec, **given, attn_implementation="eager")
-
-
-def test_formula_and_trace_agree_on_gemma_3_with_its_vision_tower() -> None:
-    """Trained on text alone the tower has weights and nothing else."""
-    text = {**COMMON, **FAMILIES["gemma3_text"], "model_type": "gemma3_text"}
-    vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "image_size": 896, "patch_size": 14, "num_channels": 3,
-    }  # fmt: skip
-    spec = ModelSpec.from_config({"model_type": "gemma3", "text_config": text, "vision_config": vision}, "gemma3")
-    for length in (512, 4096):
-        check_agreement(spec, max_length=length)
+    return trace(spec, plan_of(spec, **given)).peak
 
 
 GEMMA_3 = {
@@ -228,33 +88,67 @@ def test_a_traced_report_is_a_report() -> None:
     spec = family_spec("qwen3", tied=True)
     report = estimate_by_trace(spec, plan_of(spec, max_length=1024), load_gpu("h200"))
     assert report.method == "trace"
-    assert {phase.phase for phase in report.phases} == {"forward", "backward", "optimizer_step"}
+    phases = [phase.phase for phase in report.phases]
+    assert phases == ["forward", "loss", "backward", "backward.embedding", "optimizer_step"]
     for phase in report.phases:
         assert phase.allocated_bytes == sum(item.num_bytes for item in report.items_in(phase.phase))
     by_key = {(item.key, phase): item for item in report.items for phase in item.phases}
     assert by_key["trace.parameters", "backward"].num_bytes == pytest.approx(2 * spec.num_parameters, rel=0.01)
     assert by_key["trace.gradients", "optimizer_step"].num_bytes == pytest.approx(2 * spec.num_parameters, rel=0.01)
     assert by_key["trace.optimizer_states", "backward"].category == "optimizer_state"
+    assert by_key["trace.inputs", "forward"].num_bytes == 3 * 8 * 1024
+
+
+def test_a_traced_report_tells_layer_by_layer_and_tensor_by_tensor() -> None:
+    spec = family_spec("qwen3", num_hidden_layers=6)
+    plan = plan_of(spec, max_length=65_536, num_gpus=4, cp_size=4)
+    report = estimate_by_trace(spec, plan, load_gpu("h200"))
+    parts = [part.phase for part in report.timeline]
+    forward, backward = [f"forward[{i}]" for i in range(6)], [f"backward[{i}]" for i in reversed(range(6))]
+    loss = ["loss[forward]", "loss[backward]"]
+    assert parts == ["forward", *forward, *loss, *backward, "backward.embedding", "optimizer_step"]
+    assert max(part.allocated_bytes for part in report.timeline) == report.peak_allocated_bytes
+    found = report.tensors_at_peak
+    assert sum(group.num_bytes for group in found) == report.peak_allocated_bytes
+    assert [group.num_bytes for group in found] == sorted((group.num_bytes for group in found), reverse=True)
+    assert {group.category for group in found} >= {"parameter", "optimizer_state", "gradient", "activation"}
+    assert {item.category for item in report.items} >= {"all_gather", "reduce_scatter", "input", "temporary"}
+    assert any(group.module == "model.layers.*.self_attn.q_norm" for group in found)
+    assert any("extended from traces of 3 and 4" in text for text in report.assumptions)
+    printed = io.StringIO()
+    print_report(report, units="GiB", console=Console(width=120, file=printed))
+    text = printed.getvalue()
+    assert "backward[3] to backward[2]" in text
+    assert "alive at the peak" in text
+    assert "model.layers.*.mlp" in text
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"num_gpus": 2}, "--backend fsdp2"),
-        ({"offload_activations": True}, "--offload-activations"),
-        ({"activation_offloading": True}, "--activation-offloading"),
-        ({"activation_checkpointing": "selective"}, "selective"),
-        ({"lora_r": 8}, "--lora-r 8"),
-        ({"optim": "sgd"}, "--optim sgd"),
-        ({"loss": "full"}, "--loss full"),
-        ({"dtype": "float32"}, "--dtype float32"),
-        ({"gradient_accumulation_steps": 2}, "--gradient-accumulation-steps 2"),
+        ({"num_gpus": 2, "backend": "deepspeed"}, "--backend deepspeed"),
+        ({"num_gpus": 2, "backend": "ddp"}, "--backend ddp"),
+        ({"num_gpus": 2, "reshard_after_forward": False}, "--no-reshard-after-forward"),
+        ({"quantize": "nf4", "lora_r": 8}, "--quantize nf4"),
+        ({"lora_r": 8, "lora_dropout": 0.1}, "--lora-dropout 0.1"),
+        ({"freeze_head": True}, "--freeze-embeddings or --freeze-head"),
+        ({"scored_fraction": 0.5}, "--scored-fraction 0.5"),
+        ({"loss": "chunked-256"}, "--loss chunked-256"),
+        ({"padding": True}, "--padding"),
+        ({"mlp_tile_size": 128}, "--mlp-tile-size 128"),
+        ({"optim": "adamw_torch_8bit"}, "--optim adamw_torch_8bit"),
+        ({"packing": True}, "--packing"),
         ({"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2"),
     ],
 )
 def test_what_is_not_traced_is_refused_by_name(given: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError, match=f"{what}.*trace method does not run it"):
         traced(tiny_spec(), max_length=512, **given)
+
+
+def test_adapters_that_no_module_takes_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"peft cannot adapt.*no_such_proj"):
+        traced(tiny_spec(), max_length=512, lora_r=8, lora_target_modules="no_such_proj")
 
 
 def test_attention_that_the_model_lacks_is_refused_by_name() -> None:
@@ -285,28 +179,143 @@ def test_a_trl_without_the_traced_loss_head_is_refused(monkeypatch: pytest.Monke
 
 
 def test_what_was_replaced_is_put_back() -> None:
+    import torch
+    import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+    import torch.distributed.tensor.experimental._context_parallel._attention as ring
     import transformers.masking_utils as masks
     import trl.kernels.chunked_logprob as head
+    import trl.models.activation_offloading as offloading
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    before = (masks.is_tracing, masks.fast_all, head._use_triton, head._addmm_fp32, hasattr(head, "triton"))
-    traced(tiny_spec(), max_length=64)
-    assert before == (masks.is_tracing, masks.fast_all, head._use_triton, head._addmm_fp32, hasattr(head, "triton"))
+    def state() -> tuple[Any, ...]:
+        return (
+            masks.is_tracing, masks.fast_all, head._use_triton, head._addmm_fp32, hasattr(head, "triton"),
+            fsdp_param.alloc_storage, fsdp_param.free_storage, fsdp_param._to_dtype_if_needed, dict(ring.custom_ops),
+            FSDPState._force_complete_incomplete_states, offloading._get_unique_tensor_key,
+            torch.accelerator.current_accelerator, torch.get_device_module, vars(torch.Tensor).get("record_stream"),
+            torch.nn.functional.scaled_dot_product_attention, torch.distributed.is_initialized(),
+        )  # fmt: skip
+
+    from lcplan.tracing.trace import trace
+
+    before = state()
+    spec = tiny_spec()
+    for given in ({"activation_offloading": True}, {"num_gpus": 2, "cp_size": 2, "offload_params": True}):
+        trace(spec, plan_of(spec, max_length=64, **given), torch_version="2.11.0")
+    assert before == state()
 
 
-def test_small_measured_rows() -> None:
-    """Every row of one GPU with few layers that the trace can express; ``lcplan check --method trace`` has them all."""
-    rows = [row for row in load_rows() if row.num_hidden_layers <= 8 and row.plan["max_length"] <= 32_768]
-    report = check_rows(rows, tolerance=0.001, method="trace")
+def test_a_process_of_a_job_cannot_trace_one() -> None:
+    import torch.distributed as dist
+
+    from lcplan.tracing.seams import fake_ranks
+
+    spec = tiny_spec()
+    with fake_ranks(0, 2), pytest.raises(EnvironmentProblem, match="process group already"):
+        traced(spec, max_length=64, num_gpus=2)
+    assert not dist.is_initialized()
+
+
+EXTENDED: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": "none"},
+    {"offload_activations": True, "lora_r": 8},
+    {"gradient_accumulation_steps": 2, "optim": "adamw_torch"},
+    {"dtype": "float32", "loss": "full"},
+    {"num_gpus": 4, "dp_shard_size": 2, "dp_replicate_size": 2, "optim": "adafactor"},
+    {"num_gpus": 4, "cp_size": 4, "activation_checkpointing": "selective"},
+    {"num_gpus": 2, "cp_size": 2, "offload_activations": True, "offload_params": True},
+)
+
+
+@pytest.mark.parametrize("given", [*EXTENDED, {"checkpoint_every_n_layers": 2}, {"activation_offloading": True}])
+def test_a_few_layers_extended_are_all_layers_traced(given: dict[str, Any]) -> None:
+    """To the byte, for every tensor of every part of the step."""
+    from lcplan.tracing.trace import trace, trace_layers
+
+    total = 17 if given.get("activation_offloading") else 12
+    spec = family_spec("qwen3", num_hidden_layers=total)
+    plan = plan_of(spec, max_length=2048, **given)
+    extended = trace(spec, plan)
+    first, second = extended.traced_layers
+    assert first < second < total
+    whole = trace_layers(spec, plan, total, rank=0)
+    assert list(extended.parts) == list(whole)
+    for part, alive in whole.items():
+        assert {k: v for k, v in extended.parts[part].items() if v} == {k: v for k, v in alive.items() if v}, part
+
+
+def test_layers_that_differ_are_all_traced() -> None:
+    from lcplan.tracing.trace import trace
+
+    spec = ModelSpec.from_config(GEMMA_3, "gemma3")
+    plan = plan_of(spec, max_length=256)
+    assert trace(spec, plan).traced_layers == (6,)
+    with pytest.raises(PlanError, match="--layers 4: the decoder layers of gemma3 are not all alike"):
+        trace(spec, plan, layers=4)
+
+
+def test_layers_and_ranks_that_cannot_be_are_refused() -> None:
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("llama", num_hidden_layers=12)
+    every_other = plan_of(spec, max_length=256, checkpoint_every_n_layers=2)
+    with pytest.raises(PlanError, match="--layers 7: .*at least 6 .*multiple of 2. Use --layers 6"):
+        trace(spec, every_other, layers=7)
+    assert trace(spec, every_other, layers=8).peak == trace(spec, every_other).peak
+    with pytest.raises(PlanError, match="--rank 1 does not exist: this plan has ranks 0 to 0"):
+        trace(spec, every_other, rank=1)
+
+
+def test_the_rank_that_formulas_name_is_the_one_that_holds_most() -> None:
+    from lcplan.tracing.trace import trace
+
+    for shape in ({}, {"intermediate_size": 512}):
+        spec = family_spec("qwen3", num_hidden_layers=2, **shape)
+        plan = plan_of(spec, max_length=65_536, num_gpus=4, cp_size=4)
+        by_rank = [trace(spec, plan, rank=rank).peak for rank in range(4)]
+        report = estimate_by_trace(spec, plan, load_gpu("h200"))
+        assert report.peak_allocated_bytes == max(by_rank)
+        assert by_rank[report.peak_rank] == max(by_rank)
+
+
+def test_torch_2_13_gathers_the_last_layer_before_the_loss() -> None:
+    """What changed between the torch of the measured rows and the one that is traced: one layer's bf16 weights."""
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("llama")
+    plan = plan_of(spec, max_length=1024, num_gpus=2)
+    before, now = (trace(spec, plan, torch_version=version).totals() for version in ("2.11.0+cu130", None))
+    assert now["loss[backward]"] - before["loss[backward]"] == pytest.approx(2 * spec.layers[0].total, rel=0.01)
+    assert now["backward[2]"] == before["backward[2]"]
+
+
+def test_a_measured_row_of_every_combination_of_levers() -> None:
+    """The smallest of each; ``lcplan check --method trace`` has them all."""
+    chosen: dict[tuple[str, ...], MeasuredRow] = {}
+    for row in sorted(load_rows(), key=lambda row: row.num_hidden_layers * row.plan["max_length"]):
+        chosen.setdefault(lever_names(row_plan(row, row_spec(row))), row)
+    report = check_rows(chosen.values(), tolerance=0.0002, method="trace")
     assert report.method == "trace"
     assert report.num_checked >= 20
+    assert report.num_refused == 0
     assert report.passed, report.worst_error
+    assert abs(report.mean_signed_error) < 5e-5
 
 
 def test_the_command_line() -> None:
     command = [sys.executable, "-m", "lcplan", "estimate", "Qwen/Qwen3-0.6B", "--max-length", "4096", "--gpu", "a10g"]
-    done = subprocess.run([*command, "--method", "trace", "--json"], capture_output=True, text=True, check=False)
+    traced_command = [*command, "--method", "trace", "--layers", "4", "--rank", "0", "--json"]
+    done = subprocess.run(traced_command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["method"] == "trace"
     by_formula = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=False).stdout)
     assert report["peak_allocated_bytes"] == pytest.approx(by_formula["peak_allocated_bytes"], rel=1e-3)
+
+
+@pytest.mark.parametrize("flags", [("--rank", "0"), ("--layers", "4"), ("--rank", "0", "--layers", "4")])
+def test_flags_of_the_trace_alone(lcplan: Callable[..., Outcome], flags: tuple[str, ...]) -> None:
+    outcome = lcplan("estimate", "Qwen/Qwen3-0.6B", "--max-length", "4096", "--gpu", "a10g", *flags)
+    assert outcome.code == 2
+    assert f"{' and '.join(flags[::2])}: formulas answer" in outcome.err

@@ -31,7 +31,7 @@ def command(
             "$LCPLAN_ROWS or ~/.local/share/lcplan/rows.jsonl.",
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="formula, or trace (train extra; one GPU's rows).")] = "formula",
+    method: Annotated[str, typer.Option(help="formula, or trace (peft extra, some minutes).")] = "formula",
     time: Annotated[
         bool, typer.Option("--time", help="Step times instead of memory, with those that others published.")
     ] = False,

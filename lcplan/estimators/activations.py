@@ -60,11 +60,13 @@ def context_parallel_buffers(*, sequence_tokens: int, rows: int, tokens_per_rank
 def rotary_tables(*, tokens: int, head_dim: int, dtype_bytes: int) -> int:
     """cos and sin of the rotary embedding, kept all step.
 
-    Formula: ``2*b*d*T``
+    Where they are float32 (OLMo 2), FSDP2 casts them for each layer, which keeps its own until its backward.
+
+    Formula: ``2*b*d*T``; float32 tables under FSDP2: ``2*2*d*T*layers_left``
     Live in: forward, loss, backward
     Rounding: exact
     Ignores: nothing
-    Source: transformers 5.24 Qwen3RotaryEmbedding; row m007
+    Source: transformers 5.24 Qwen3RotaryEmbedding; FSDP2 MixedPrecisionPolicy.cast_forward_inputs; rows m007, m102
     Confidence: exact
     """
     return 2 * dtype_bytes * head_dim * tokens

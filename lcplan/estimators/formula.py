@@ -125,6 +125,8 @@ class _Step:
         self.every = plan.checkpoint_every_n_layers if plan.activation_checkpointing != "none" else None
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
+        # FSDP2 casts what enters a unit to bf16: float32 tables become each layer's own
+        self.casts_rotary = self.fsdp and TRAITS[spec.model_type].wide_rotary
         self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and self.trains_head
         self.ring_copies_output = self.ring and rank < plan.cp_size - 1
         self.first_rank = rank == 0
@@ -304,30 +306,33 @@ class _Step:
             alive[buffers.key] = buffers(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=self.tokens)
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
-        tables = activations.rotary_tables
         traits = TRAITS[spec.model_type]
-        width = spec.head_dim * spec.rope.partial_rotary_factor / (2 if traits.half_rotary else 1)
-        # FSDP2 casts what enters its units to bf16
-        wide = self.float32 or (traits.wide_rotary and not self.fsdp)
-        one = tables(
-            tokens=self.tokens if self.ring else self.tokens // rows,
-            head_dim=round(width),
-            dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
-        )
         number = len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1
         if traits.interleaved_rotary and not any(kind.recomputed for kind in self.kinds[:layers]):
             number = 0
-        alive[tables.key] = one * number
+        if not self.casts_rotary:
+            alive |= self.rotary_tables(number, wide=self.float32 or traits.wide_rotary)
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         elif self.fsdp and not plan.reshard_after_forward:
             alive |= self._gathered_embedding()
         return alive
 
+    def rotary_tables(self, number: int, *, wide: bool) -> Alive:
+        """``number`` pairs of cos and sin of this rank's positions."""
+        spec, item = self.spec, activations.rotary_tables
+        rows = 1 if self.ring else self.plan.per_device_train_batch_size
+        width = spec.head_dim * spec.rope.partial_rotary_factor / (2 if TRAITS[spec.model_type].half_rotary else 1)
+        size = weights.FP32_BYTES if wide else weights.BF16_BYTES
+        return {item.key: number * item(tokens=self.tokens // rows, head_dim=round(width), dtype_bytes=size)}
+
     # What layers that have yet to run backward keep
 
-    def kept_by_layers(self, count: int, *, running: bool) -> Alive:
-        """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
+    def kept_by_layers(self, count: int, *, running: bool, stashed: int = activations.TRL_STASHED_TENSORS) -> Alive:
+        """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own.
+
+        ``stashed`` layer inputs wait on the GPU for TRL's offloading.
+        """
         below = count - 1 if running else count
         kinds = self.kinds[:count]
         checkpointed = sum(kind.recomputed for kind in kinds)
@@ -346,8 +351,10 @@ class _Step:
         if self.plan.offload_activations:
             on_gpu = 1 if self.frozen else 0
         elif self.plan.activation_offloading:
-            on_gpu = 1 if running else min(checkpointed, activations.TRL_STASHED_TENSORS)
+            on_gpu = 1 if running else min(checkpointed, stashed)
         kept = merge(kept, self._inputs(on_gpu))
+        if self.casts_rotary:
+            kept = merge(kept, self.rotary_tables(count, wide=False))
         if self.plan.activation_checkpointing == "selective":
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
@@ -436,12 +443,15 @@ class _Step:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
+        sent = self.plan.activation_offloading
+        kept = self.kept_by_layers(self.layers, running=False, stashed=0)
+        alive = merge(self.step_wide(self.layers), kept)
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
-        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
+        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
         if self.fsdp:
-            alive |= self._gathered_after_forward()
+            alive |= self._gathered_at_the_head()
         if self.plan.loss == "full":
             full = loss_head.full_logits
             alive[full.key] = full(tokens=tokens, vocab_size=vocab, hidden_size=hidden)
@@ -456,17 +466,17 @@ class _Step:
                 alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
             alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
             if float32:
-                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden)
+                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden, vocab_size=vocab)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
     def final_norm(self) -> Alive:
         """Backward of the final norm, when the head's gradient is there."""
         spec, norm = self.spec, loss_head.final_norm_backward
-        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False, stashed=0))
         alive = merge(alive, self._autocast_of(self.layers))
         alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
         if self.fsdp:
-            alive |= self._gathered_after_forward()
+            alive |= self._gathered_at_the_head()
         made = 0 if self.holds_tied_head or not self.trains_head else spec.vocab_size * spec.hidden_size
         return merge(alive, self.gradients(done=0, current=made), self.tied_head())
 
@@ -504,9 +514,13 @@ class _Step:
             alive[packed.key] = packed(linear_parameters=linears, num_layers=num_layers)
         return alive
 
-    def _gathered_after_forward(self) -> Alive:
+    def _gathered_after_forward(self, *, prefetched: int) -> Alive:
         item = weights.gathered_head
-        return {item.key: item(head_parameters=self.head)} | self._gathered(0, kept=self.layers)
+        return {item.key: item(head_parameters=self.head)} | self._gathered(prefetched, kept=self.layers)
+
+    def _gathered_at_the_head(self) -> Alive:
+        # accelerate does not find peft's final norm: it stays with the root, which prefetches the last layer
+        return self._gathered_after_forward(prefetched=1 if self.frozen else 0)
 
     def _gathered_embedding(self) -> Alive:
         item = weights.gathered_embedding
@@ -522,7 +536,7 @@ class _Step:
         )
         alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
-        del alive[activations.rotary_tables.key]
+        alive.pop(activations.rotary_tables.key, None)
         if self.trains_embedding:
             alive[gradients.embedding.key] = table
             sums = gradients.embedding_partial_sums
@@ -531,7 +545,8 @@ class _Step:
             scatter = gradients.reduce_scatter_input
             alive[scatter.key] = scatter(unit_parameters=self.trainable_layers[0])
             if not self.tied:
-                alive |= self._gathered_embedding()
+                # copied out of the flat buffer first, whose place a trained table's gradient takes
+                alive |= {key: size * (2 if self.frozen else 1) for key, size in self._gathered_embedding().items()}
         return alive
 
     def optimizer_step(self) -> Alive:
@@ -567,7 +582,7 @@ class _Step:
         in_layer = merge(common, {positions.key: positions(tokens=length), tables.key: tables_bytes})
         if self.fsdp:
             in_layer = merge(in_layer, self._gathered(2, kept=self.layers))
-            common = merge(common, self._gathered_after_forward())
+            common = merge(common, self._gathered_after_forward(prefetched=0))
             if self.tied:
                 in_layer[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         return {

@@ -107,17 +107,17 @@ def logits_tile(*, tokens: int) -> int:
 
 
 @item("loss_head.casts", "temporary")
-def casts(*, tokens: int, hidden_size: int) -> int:
+def casts(*, tokens: int, hidden_size: int, vocab_size: int) -> int:
     """Bf16 casts of a float32 head and of one tile's hidden states: two tiles of the weight at once.
 
-    Formula: ``2*2*32768*H + 2*min(T, 4096)*H``
+    Formula: ``2*min(V, 2*32768)*H + 2*min(T, 4096)*H``
     Live in: loss (float32 weights on one GPU)
     Rounding: exact
     Ignores: nothing
     Source: trl 1.16 ChunkedLogProbFunction.backward; allocator trace of Qwen3-4B float32 without checkpointing
     Confidence: exact
     """
-    return BF16_BYTES * hidden_size * (2 * VOCAB_PER_TILE + min(tokens, TOKENS_PER_TILE))
+    return BF16_BYTES * hidden_size * (min(vocab_size, 2 * VOCAB_PER_TILE) + min(tokens, TOKENS_PER_TILE))
 
 
 @item("loss_head.chunks_of_rows", "temporary")

@@ -67,11 +67,11 @@ def dequantised(*, largest_matrix: int) -> int:
 def gathered_layers(*, layer_parameters: int, num_layers: int) -> int:
     """Unsharded bf16 weights of decoder layers under FSDP2: the current one and the prefetched next.
 
-    N is 2 in the backward of layers 1 and up, 1 in layer 0. Where layers are not resharded after their forward, all
-    that have not yet run backward are there.
+    N is 2 in the backward of layers 1 and up, 1 in layer 0, and 1 in the loss under peft. Where layers are not
+    resharded after their forward, all that have not yet run backward are there.
 
     Formula: ``2*P_layer*N``
-    Live in: forward, backward
+    Live in: forward, backward, loss (LoRA)
     Rounding: exact
     Ignores: the flat all-gather buffer between copy-in and copy-out
     Source: torch.distributed.fsdp fully_shard, one unit a decoder layer; allocator trace of Qwen3-8B, cp 8
@@ -98,7 +98,9 @@ def gathered_nf4_layers(*, linear_parameters: int, num_layers: int) -> int:
 def gathered_embedding(*, embedding_parameters: int) -> int:
     """Unsharded bf16 token embedding, prefetched while layer 0 runs backward (untied models).
 
-    Formula: ``2*V*H``
+    Twice before the backward of a frozen one: the flat all-gather buffer, and what is copied out of it.
+
+    Formula: ``2*V*H``; frozen, in its own backward: ``4*V*H``
     Live in: backward of layer 0, backward of the embedding
     Rounding: exact
     Ignores: nothing

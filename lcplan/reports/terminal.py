@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lcplan.errors import InputError
@@ -34,6 +36,8 @@ GROUPS = {
 }
 """Item groups in the order and words a user asks for them."""
 BAR_WIDTH = 24
+TENSORS_SHOWN = 16
+LAYERS_SHOWN = 5
 
 
 def _table(*columns: tuple[str, bool]) -> Table:
@@ -118,6 +122,8 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
     if report.compared:
         out.print(comparison(report.compared, units))
         out.print()
+    if report.method == "trace":
+        _print_trace(report, units, out)
     _print_host(report, units, out)
     for warning in report.warnings:
         out.print(f"warning [{warning.code}]: {warning.message} {warning.fix}", highlight=False, markup=False)
@@ -189,6 +195,39 @@ def _phases(report: MemoryReport, units: ByteUnits) -> Table:
         mark = " <- peak" if phase.phase == report.peak_phase else ""
         table.add_row(phase.phase.replace("[", r"\["), format_bytes(phase.allocated_bytes, units), bar + mark)
     return table
+
+
+def _print_trace(report: MemoryReport, units: ByteUnits, out: Console) -> None:
+    """The step part by part, and the largest tensors at the peak with the module that made them."""
+    table = _table(("timeline", False), ("largest", True))
+    for title, total in _timeline_rows(report):
+        table.add_row(escape(title), format_bytes(total, units))
+    out.print(table)
+    out.print()
+    table = _table(("alive at the peak", False), ("bytes", True), ("category", False), ("made by", False))
+    for group in report.tensors_at_peak[:TENSORS_SHOWN]:
+        made_by = group.operator.removeprefix("aten.").partition(".")[0]
+        if group.shape:
+            made_by += f" {group.dtype} {'x'.join(map(str, group.shape))}"
+        table.add_row(escape(group.module), format_bytes(group.num_bytes, units), group.category, made_by.strip())
+    rest = sum(group.num_bytes for group in report.tensors_at_peak[TENSORS_SHOWN:])
+    if rest > 0:
+        table.add_row("smaller ones", format_bytes(rest, units))
+    out.print(table)
+    out.print()
+
+
+def _timeline_rows(report: MemoryReport) -> list[tuple[str, int]]:
+    """Parts of the step in order; the layers between a pass's first two and last two are one row."""
+    rows: list[tuple[str, int]] = []
+    for _, same in itertools.groupby(report.timeline, key=lambda part: part.phase.partition("[")[0]):
+        parts = [(part.phase, part.allocated_bytes) for part in same]
+        if len(parts) > LAYERS_SHOWN:
+            hidden = parts[2:-2]
+            largest = max(total for _, total in hidden)
+            parts = [*parts[:2], (f"{hidden[0][0]} to {hidden[-1][0]}", largest), *parts[-2:]]
+        rows += parts
+    return rows
 
 
 def _print_host(report: MemoryReport, units: ByteUnits, out: Console) -> None:

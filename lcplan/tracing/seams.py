@@ -1,16 +1,19 @@
 """Where tracing touches private names of other libraries; each is looked for, and its absence named.
 
-Tested with torch 2.13, transformers 5.24 and trl 1.16.
+Tested with torch 2.13, transformers 5.24, accelerate 1.15, trl 1.16 and peft 0.21.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from lcplan.errors import EnvironmentProblem
+
+TESTED = "torch 2.13, transformers 5.24, accelerate 1.15, trl 1.16, peft 0.21"
 
 
 class _NoKernel:
@@ -29,7 +32,28 @@ class _Triton:
         return -(-numerator // denominator)
 
 
-REPLACED: tuple[tuple[str, str, Any], ...] = (
+class _Stream:
+    """A stream of the stand-in device: everything happens in program order."""
+
+    def wait_stream(self, _stream: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, _event: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> None:
+        """Nothing to record."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+STREAMS = SimpleNamespace(
+    Stream=_Stream, current_stream=_Stream, stream=lambda _stream: contextlib.nullcontext(), empty_cache=lambda: None
+)
+"""What TRL's offloading asks of a device module."""
+
+GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     # a batch of whole rows has no padding, which a fake mask cannot say
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
     ("transformers.masking_utils", "fast_all", lambda _tensor: True),
@@ -42,51 +66,254 @@ REPLACED: tuple[tuple[str, str, Any], ...] = (
 """Module, name, and what it becomes while tracing."""
 NEEDED = (
     ("torch._C", "_current_graph_task_id"),
+    ("torch._C", "_current_autograd_node"),
+    ("torch.autograd", "_get_sequence_nr"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("transformers.initialization", "no_init_weights"),
     ("trl.trainer.utils", "add_fused_lm_head"),
 )
 """Used as they are."""
+FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+NEEDED_BY_SHARDING = (
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
+    (FSDP_PARAM, "alloc_storage"),
+    (FSDP_PARAM, "free_storage"),
+    (FSDP_PARAM, "_to_dtype_if_needed"),
+    (FSDP_STATE, "FSDPState._force_complete_incomplete_states"),
+    ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"),
+    ("accelerate.big_modeling", "_attach_context_parallel_hooks"),
+    ("transformers.trainer", "Trainer._prepare_context_parallel_inputs"),
+    (RING, "custom_ops"),
+    (RING, "_templated_ring_attention"),
+    (RING, "_templated_ring_attention_backward"),
+)
 MAY_BE_MISSING = (("trl.kernels.chunked_logprob", "triton"),)
 """Imported by the module only where Triton is installed."""
 
 
-def _has(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def gpu_behaviour() -> Iterator[None]:
-    """Let the traced code take the paths it takes on a GPU with unpadded rows.
+def _find(module: str, name: str) -> Any:
+    """The value of a dotted name.
 
     Raises:
-        EnvironmentProblem: when an installed library no longer has one of the names.
+        AttributeError: when the module or the name is not there.
+    """
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise AttributeError(module) from error
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        _find(module, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def check_stack(*, sharded: bool) -> None:
+    """Look for every name that a trace uses.
+
+    Raises:
+        EnvironmentProblem: naming those that the installed libraries do not have.
     """
     # NEEDED first: trl.trainer.utils takes some of the replaced names over at import, and must have the true ones, or
     # it would pick tokens by their labels, a size that fake tensors cannot know
-    wanted = (*NEEDED, *((module, name) for module, name, _ in REPLACED))
+    wanted = (*NEEDED, *((module, name) for module, name, _ in GPU_BEHAVIOUR))
+    if sharded:
+        wanted += NEEDED_BY_SHARDING
     missing = [f"{module}.{name}" for module, name in wanted if not _has(module, name)]
     if missing:
         raise EnvironmentProblem(
             "trace-unknown-stack",
             f"tracing needs {', '.join(missing)}, which the installed versions do not have. Use --method formula, or "
-            "the versions that tracing was tested with: torch 2.13, transformers 5.24, trl 1.16.",
+            f"the versions that tracing was tested with: {TESTED}.",
         )
-    replaced = [(importlib.import_module(module), name, value) for module, name, value in REPLACED]
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-    absent = [(importlib.import_module(module), name) for module, name in MAY_BE_MISSING]
-    absent = [(module, name) for module, name in absent if not hasattr(module, name)]
+
+
+@contextlib.contextmanager
+def _replaced(names: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
+    """Set names for a while; those that their module or class did not have itself are gone again afterwards."""
+    owners = [(_owner(module, name), name.rpartition(".")[2], value) for module, name, value in names]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in owners if name in vars(owner)]
+    absent = [(owner, name) for owner, name, _ in owners if name not in vars(owner)]
     try:
-        for module, name, value in replaced:
-            setattr(module, name, value)
-        for module, name in absent:
-            setattr(module, name, _Triton)
+        for owner, name, value in owners:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-        for module, name in absent:
-            delattr(module, name)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        for owner, name in absent:
+            delattr(owner, name)
+
+
+def _owner(module: str, name: str) -> Any:
+    """The module, or the class in it, that has the last part of a dotted name."""
+    inside = name.rpartition(".")[0]
+    return _find(module, inside) if inside else importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def gpu_behaviour(*, sharded: bool = False) -> Iterator[None]:
+    """Let the traced code take the paths it takes on a GPU with unpadded rows.
+
+    Raises:
+        EnvironmentProblem: when an installed library no longer has one of the names.
+    """
+    check_stack(sharded=sharded)
+    triton = tuple((module, name, _Triton) for module, name in MAY_BE_MISSING if not _has(module, name))
+    with _replaced(GPU_BEHAVIOUR + triton):
+        yield
+
+
+@contextlib.contextmanager
+def watched_storages(changed: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``changed`` with each tensor that FSDP2 empties or fills: it resizes storages, which no operator shows."""
+    alloc, free = _find(FSDP_PARAM, "alloc_storage"), _find(FSDP_PARAM, "free_storage")
+
+    def watched(resize: Callable[[Any], None]) -> Callable[[Any], None]:
+        def resize_and_tell(tensor: Any) -> None:
+            resize(tensor)
+            changed(tensor)
+
+        return resize_and_tell
+
+    names = ((FSDP_PARAM, "alloc_storage", watched(alloc)), (FSDP_PARAM, "free_storage", watched(free)))
+    with _replaced(names):
+        yield
+
+
+@contextlib.contextmanager
+def shards_on_host() -> Iterator[None]:
+    """Copy each shard before it is cast and gathered, as FSDP2 does from the host; here both are the same device."""
+    cast = _find(FSDP_PARAM, "_to_dtype_if_needed")
+    with _replaced(((FSDP_PARAM, "_to_dtype_if_needed", lambda tensor, dtype: cast(tensor.clone(), dtype)),)):
+        yield
+
+
+@contextlib.contextmanager
+def fsdp_as_in(torch_version: str | None) -> Iterator[None]:
+    """FSDP2 as in another torch release, as far as it matters for memory; None is the installed one.
+
+    From 2.13 on a group of modules of which only some run (the norm before a fused head) has its backward hook on the
+    model's outputs, so the last layer is gathered before the loss head's backward; torch 2.11 gathers it after it
+    (pytorch pull request 180428; rows m036, m043, m076, m096, m097 and m104 agree within 0.002%).
+    """
+    numbers = [int(part) for part in (torch_version or "").split("+")[0].split(".")[:2] if part.isdigit()]
+    if len(numbers) < 2 or numbers >= [2, 12]:
+        yield
+        return
+    with _replaced(((FSDP_STATE, "FSDPState._force_complete_incomplete_states", lambda _state, output: output),)):
+        yield
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """A process group of ``world_size`` ranks of which only this one exists.
+
+    Raises:
+        EnvironmentProblem: when this process has a process group already.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise EnvironmentProblem(
+            "trace-in-a-job",
+            "this process has a process group already, and tracing needs one of its own. Trace in another process.",
+        )
+    store = _find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # equal meshes are one key to DTensor's cache, which would bring back the groups of this one
+        _find("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")()
+
+
+@contextlib.contextmanager
+def ring_attention_on_cpu() -> Iterator[None]:
+    """Let torch's ring attention run with the CPU's attention operator, whose outputs are those of the GPU's."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    ring: Any = importlib.import_module(RING)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def local(value: Any) -> Any:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def sharded(results: tuple[Any, ...], like: Any) -> tuple[Any, ...]:
+        return tuple(DTensor.from_local(x, like.device_mesh, like.placements, run_check=False) for x in results)
+
+    def run_forward(_op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        query = args[0]
+        causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
+        results = ring._templated_ring_attention(
+            query.device_mesh.get_group(), 2, forward, *map(local, args[:3]), is_causal=causal,
+            scale=kwargs.get("scale"),
+        )  # fmt: skip
+        return sharded(results, query)
+
+    def run_backward(_op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        query = args[1]
+        grad_out, *saved = map(local, args[:6])
+        query_, key, value, out, logsumexp = saved
+        results = ring._templated_ring_attention_backward(
+            query.device_mesh.get_group(), 2, _positional(backward), grad_out, "grad_out", query_, key, value, out,
+            logsumexp, is_causal=args[7], scale=kwargs.get("scale"),
+        )  # fmt: skip
+        return sharded(results, query)
+
+    before = dict(ring.custom_ops)
+    ring.custom_ops |= {forward: run_forward, backward: run_backward}
+    try:
+        yield
+    finally:
+        ring.custom_ops.clear()
+        ring.custom_ops.update(before)
+
+
+def _positional(backward: Any) -> Callable[..., Any]:
+    """The backward operator of the CPU's attention, called by the names that ring attention uses."""
+
+    def call(
+        *, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool, scale: Any
+    ) -> Any:
+        return backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+
+    return call
+
+
+@contextlib.contextmanager
+def trl_offloading(model: Any) -> Iterator[Any]:
+    """TRL's activation offloading for one step, with the CPU as the accelerator.
+
+    Fake storages have no addresses, so they are told apart by identity.
+    """
+    import torch
+
+    name = "trl.models.activation_offloading"
+    module = importlib.import_module(name)
+
+    def key(tensor: Any) -> tuple[int, Any]:
+        return tensor.untyped_storage()._cdata, tensor.dtype
+
+    with _replaced(
+        (
+            (name, "_get_unique_tensor_key", key),
+            ("torch.accelerator", "current_accelerator", lambda *_args: torch.device("cpu")),
+            ("torch", "get_device_module", lambda _device=None: STREAMS),
+            # it puts off when memory may be used again, not when it counts as free
+            ("torch", "Tensor.record_stream", lambda _tensor, _stream: None),
+        )
+    ):
+        yield module.get_act_offloading_ctx_manager(model=model)

@@ -1,67 +1,53 @@
 """Peak memory of a step by running the real code on fake tensors: no GPU, no weights, no data.
 
-The model is transformers' own class, the loss head TRL's, checkpointing torch's; only sizes flow. What a GPU kernel
-needs beside its outputs is invisible to fake tensors and is an item of its own (the backward of attention and softmax).
+The model is transformers' own class, the loss head and offloading TRL's, adapters peft's, sharding accelerate's and
+torch's, ring attention torch's; only sizes flow. What a GPU kernel needs beside its outputs is invisible to fake
+tensors and is an item of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
-
-import torch  # noqa: TID253  (imported by the trace method alone)
+from typing import Any, NamedTuple
 
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators.runtime import cublas_workspace
-from lcplan.ledger import Category
 from lcplan.model_spec import ModelSpec
-from lcplan.tracing.seams import gpu_behaviour
-from lcplan.tracing.storages import Storage, StorageTracker, storage_key
+from lcplan.tracing.extension import extend, extension_of
+from lcplan.tracing.kernels import beside_outputs, settled_categories
+from lcplan.tracing.model import build, materialise
+from lcplan.tracing.modules import RunningModule, name_phases, without_index
+from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, watched_storages
+from lcplan.tracing.sharding import Ranks, ranks_of, shard
+from lcplan.tracing.step import micro_steps, optimizer_step
+from lcplan.tracing.storages import Alive, Kind, StorageTracker
 from lcplan.train_plan import TrainPlan
 
-Alive = dict[str, int]
-CATEGORIES: dict[str, Category] = {
-    "trace.parameters": "parameter",
-    "trace.buffers": "buffer",
-    "trace.optimizer_states": "optimizer_state",
-    "trace.gradients": "gradient",
-    "trace.activations": "activation",
-    "trace.temporaries": "temporary",
-    "trace.inputs": "input",
-    "trace.kernel_scratch": "temporary",
-}
-"""Keys of the report's items, and the category of each."""
-_KEY_OF = {
-    "parameter": "trace.parameters",
-    "buffer": "trace.buffers",
-    "gradient": "trace.gradients",
-    "activation": "trace.activations",
-    "temporary": "trace.temporaries",
-    "input": "trace.inputs",
-}
-ADD = "aten.add.Tensor"
-SOFTMAX_BACKWARD = "aten._softmax_backward_data.default"
-ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+SCRATCH = "kernel scratch"
+"""Stands for an operator where a kernel needs more than its outputs; negative where it needs less."""
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adafactor")
 
 
 def check_traceable(plan: TrainPlan) -> None:
-    """Refuse what the trace does not run yet.
+    """Refuse what the trace does not run.
 
     Raises:
         PlanError: naming the lever.
     """
     refused = {
-        f"--backend {plan.backend}": plan.backend != "single",
-        "--offload-activations": plan.offload_activations,
-        "--activation-offloading": plan.activation_offloading,
-        "--activation-checkpointing selective": plan.activation_checkpointing == "selective",
-        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
+        "--no-reshard-after-forward": not plan.reshard_after_forward,
+        f"--lora-dropout {plan.lora_dropout}": plan.lora_dropout > 0,
+        "--freeze-embeddings or --freeze-head": plan.freeze_embeddings or plan.freeze_head,
+        f"--scored-fraction {plan.scored_fraction}": plan.scored_fraction < 1,
+        f"--loss {plan.loss}": plan.loss not in ("chunked", "full"),
+        "--padding": plan.padding,
         f"--quantize {plan.quantize}": plan.quantize != "none",
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
-        f"--optim {plan.optim}": plan.optim != "adamw_torch_fused",
-        f"--loss {plan.loss}": plan.loss != "chunked",
-        f"--gradient-accumulation-steps {plan.gradient_accumulation_steps}": plan.gradient_accumulation_steps > 1,
-        f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
+        f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation == "flash_attention_2",
         "--packing": plan.packing,
         f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
@@ -71,133 +57,130 @@ def check_traceable(plan: TrainPlan) -> None:
             raise PlanError("not-traced", f"{what}: the trace method does not run it. --method formula may cover it.")
 
 
-def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
-    """Bytes by item and phase (forward, backward, optimizer_step) of one steady training step.
+class Trace(NamedTuple):
+    """What was alive at the largest instant of each part of a steady step, on one rank."""
+
+    parts: dict[str, Alive]
+    """In step order: forward, forward[i], loss[forward], loss[backward], backward[i], backward.embedding and
+    optimizer_step."""
+    traced_layers: tuple[int, ...]
+    """Layers of the traces that the parts were extended from; those of the model where all were traced."""
+
+    def totals(self) -> dict[str, int]:
+        """Allocated bytes of each part."""
+        return {part: alive.total() for part, alive in self.parts.items()}
+
+    @property
+    def peak(self) -> int:
+        """Peak allocated bytes of the step."""
+        return max(self.totals().values())
+
+
+def trace(
+    spec: ModelSpec, plan: TrainPlan, *, rank: int = 0, layers: int | None = None, torch_version: str | None = None
+) -> Trace:
+    """One steady training step of one rank, run on fake tensors.
+
+    Args:
+        spec: the model
+        plan: the resolved plan
+        rank: global rank
+        layers: decoder layers to trace and extend from; by itself as few as are exact
+        torch_version: release whose FSDP2 is meant, for measurements of another one than is installed
 
     Raises:
         PlanError: when the plan holds what is not traced.
-        EnvironmentProblem: when the modeling code cannot run on fake tensors, or the stack is unknown.
+        EnvironmentProblem: when the code cannot run on fake tensors, or the stack is unknown.
     """
     check_traceable(plan)
+    if not 0 <= rank < plan.num_gpus:
+        raise PlanError("bad-rank", f"--rank {rank} does not exist: this plan has ranks 0 to {plan.num_gpus - 1}.")
+    total = spec.num_hidden_layers
+    extension = extension_of(spec, plan, layers)
+    run = partial(trace_layers, spec, plan, rank=rank, torch_version=torch_version)
+    if extension is None:
+        return Trace(run(total), (total,))
+    parts = extend(run(extension.first), run(extension.second), extension, total)
+    return Trace(parts, (extension.first, extension.second))
+
+
+def trace_layers(
+    spec: ModelSpec, plan: TrainPlan, num_layers: int, *, rank: int, torch_version: str | None = None
+) -> dict[str, Alive]:
+    """What is alive at the largest instant of each part of a steady step, of a model with so many layers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with gpu_behaviour(), FakeTensorMode():
-        model = _build(spec, plan)
+    sharded = plan.backend == "fsdp2"
+    with gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, contextlib.ExitStack() as stack:
+        if sharded:
+            stack.enter_context(fsdp_as_in(torch_version))
+        model = build(spec, plan, num_layers)
+        stack.enter_context(FakeTensorMode())
+        materialise(model)
         table = tuple(model.get_input_embeddings().weight.shape) if spec.tie_word_embeddings else None
-        tracker = StorageTracker(partial(_beside_outputs, table))
-        inputs = _add_resident(tracker, model, plan)
+        if ranks is not None:
+            model = shard(model, plan, ranks)
+        modules = RunningModule(model)
+        tracker = StorageTracker(
+            scratch_of=partial(beside_outputs, table), category_of=settled_categories, module_of=modules.name
+        )
+        name_phases(tracker, model)
         try:
-            with tracker:
-                _step(tracker, model, inputs)
+            _run(tracker, modules, model, plan, ranks)
         except Exception as error:  # whatever a model's own code raises on tensors without values
             raise EnvironmentProblem(
                 "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. --method formula may cover it."
             ) from error
-        # the optimizer has states for what got a gradient: not for a vision tower without pictures
-        weights = {storage_key(p) for p in model.parameters() if p.grad is not None}
-        gradients = {storage_key(p.grad) for p in model.parameters() if p.grad is not None}
-        num_bytes = sum(tracker.live[key].num_bytes for key in weights)
-        phases = {phase: _sum(peak[1], gradients, peak[2]) for phase, peak in tracker.peaks.items()}
-        phases["optimizer_step"] = _sum(_remaining(tracker, gradients), gradients, scratch=0)
-    for alive in phases.values():
-        alive["trace.optimizer_states"] = 2 * num_bytes
-        alive[cublas_workspace.key] = cublas_workspace()
-    return phases
+        return _phases(tracker)
 
 
-def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
-    """The model as the job builds it, its weights fake."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from trl.trainer.utils import add_fused_lm_head
+def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: TrainPlan, ranks: Ranks | None) -> None:
+    for name, parameter in model.named_parameters():
+        if plan.offload_params:
+            tracker.forget(_local(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.forget(_local(p.grad)))
+        else:
+            tracker.add(_local(parameter), "parameter", module=without_index(name))
+    for name, buffer in model.named_buffers():
+        tracker.add(buffer, "buffer", module=without_index(name))
+    watching: Any = contextlib.nullcontext() if ranks is None else watched_storages(tracker.resized)
+    with watching, modules.watched(), no_collection(), tracker:
+        batches = micro_steps(tracker, model, plan, ranks)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                tracker.settle(_local(parameter.grad), "gradient")
+        if not plan.offload_params:  # else the optimizer works on the host
+            optimizer_step(tracker, model, plan)
+        del batches
 
-    raw = dict(spec.config)
-    config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
-    text = config.get_text_config()
-    if hasattr(text, "output_router_logits"):  # as TRL's trainer sets it
-        text.output_router_logits = getattr(text, "router_aux_loss_coef", 0.0) != 0.0
-    with no_init_weights():
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, plan.dtype), attn_implementation=plan.attn_implementation
-            )
-        except (ValueError, ImportError) as error:  # such as an attention implementation that the model lacks
-            reason = str(error).split(". ")[0]
-            raise PlanError("not-traced", f"transformers cannot build {spec.id} with this plan: {reason}.") from error
-    model.tie_weights()
-    model.train()
-    if plan.activation_checkpointing == "full":
-        try:
-            model.activation_checkpointing_enable(every_n_layers=plan.checkpoint_every_n_layers)
-        except ValueError as error:  # a model without it
-            reason = str(error).rstrip(".")
-            raise PlanError("not-traced", f"{reason}. Use --activation-checkpointing none.") from error
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's collector, which would free what sits in reference cycles at moments that nothing fixes."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
     try:
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    except Exception as error:  # a model that keeps its layers and its head elsewhere
-        raise EnvironmentProblem("trace-failed", f"{spec.id} does not take TRL's loss head: {error}.") from error
-    return model
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _add_resident(tracker: StorageTracker, model: Any, plan: TrainPlan) -> dict[str, torch.Tensor]:
-    """Count weights, buffers and the batch; return the batch."""
-    for parameter in model.parameters():
-        tracker.add(parameter, "parameter")
-    for buffer in model.buffers():
-        tracker.add(buffer, "buffer")
-    size = (plan.per_device_train_batch_size, plan.max_length)
-    batch = {name: torch.ones(size, dtype=torch.int64) for name in ("input_ids", "labels", "attention_mask")}
-    for tensor in batch.values():
-        tracker.add(tensor, "input")
-    return batch
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _step(tracker: StorageTracker, model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Forward and backward, as the trainer runs them."""
-    tracker.phase = "forward"
-    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
-    loss = -outputs.log_probs.sum()
-    if outputs.aux_loss is not None:
-        loss = loss + outputs.aux_loss
-    del outputs
-    tracker.phase = "backward"
-    loss.backward()
-
-
-def _beside_outputs(tied_table: tuple[int, ...] | None, operator: str, args: tuple[Any, ...]) -> int:
-    """What an operator needs on a GPU beside the outputs it has here; negative where it needs less.
-
-    The two gradients of a tied table are added in place, which autograd does not do under a dispatch mode. cuDNN's
-    attention backward has scratch: see attention.backward in the formulas. Softmax backward has the product of gradient
-    and output (aten/src/ATen/native/cuda/SoftMax.cu).
-    """
-    if operator == ADD and tied_table is not None and tuple(args[0].shape) == tied_table:
-        return -int(args[0].untyped_storage().nbytes())
-    if operator == SOFTMAX_BACKWARD:
-        return int(args[0].untyped_storage().nbytes())
-    if operator != ATTENTION_BACKWARD:
-        return 0
-    query, key = args[1], args[2]
-    batch, heads, tokens, head_dim = query.shape
-    expanded = 4 * heads * head_dim if key.shape[1] < heads else 0
-    return int(batch * tokens * (4 * heads * head_dim + 4 * heads + expanded))
-
-
-def _remaining(tracker: StorageTracker, gradients: set[int]) -> dict[int, Storage]:
-    """What is there when the optimizer steps: everything but activations."""
-    kept = {"parameter", "buffer", "input"}
-    return {key: s for key, s in tracker.live.items() if s.category in kept or key in gradients}
-
-
-def _sum(live: dict[int, Storage], gradients: set[int], scratch: int) -> Alive:
-    alive: Alive = {}
-    for kept, storage in live.items():
-        category = "gradient" if kept in gradients and storage.category == "temporary" else storage.category
-        key = _KEY_OF[category]
-        alive[key] = alive.get(key, 0) + storage.num_bytes
-    if scratch > 0:
-        alive["trace.kernel_scratch"] = scratch
-    elif scratch:
-        alive["trace.temporaries"] += scratch
-    return alive
+def _phases(tracker: StorageTracker) -> dict[str, Alive]:
+    workspace = Kind("runtime", "", cublas_workspace.key, (), "")
+    found = {}
+    for phase, peak in tracker.peaks.items():
+        if phase == "init":
+            continue
+        alive = tracker.alive(phase)
+        alive[Kind("temporary", "", SCRATCH, (), "")] += peak.scratch
+        alive[workspace] += cublas_workspace()
+        if phase != "optimizer_step":
+            alive.update(tracker.kept)
+        found[phase] = alive
+    return found

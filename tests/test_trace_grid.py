@@ -1,0 +1,123 @@
+"""Trace and formula on hundreds of small plans: two methods that share nothing but the shapes.
+
+The formulas were measured with torch 2.11, so the trace runs FSDP2 as it was there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from lcplan.errors import PlanError
+from lcplan.estimators import formula
+from lcplan.estimators.layer import TRAITS
+from lcplan.model_spec import ModelSpec
+from lcplan.train_plan import TrainPlan
+from tests.conftest import plan_of
+from tests.families import FAMILIES, MORE_FAMILIES, family_spec
+
+pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
+
+NAMES = (*FAMILIES, *MORE_FAMILIES)
+WITHIN = 0.01
+AT_LEAST = 200
+NUM_LAYERS = 2
+LENGTHS = (1024, 4096, 16384)
+"""Taken in turn: short plans peak in the loss or at the optimizer, long ones in a layer."""
+SHARDED = {"num_gpus": 4, "dp_shard_size": 4}
+RING = {"num_gpus": 4, "cp_size": 4}
+LEVERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": "none"},
+    {"activation_checkpointing": "selective"},
+    {"checkpoint_every_n_layers": 2},
+    {"offload_activations": True},
+    {"activation_offloading": True},
+    {"per_device_train_batch_size": 3},
+    {"gradient_accumulation_steps": 2},
+    {"loss": "full"},
+    {"optim": "sgd"},
+    {"optim": "adafactor"},
+    {"optim": "adamw_torch"},
+    {"dtype": "float32"},
+    {"dtype": "float32", "activation_checkpointing": "none"},
+    {"dtype": "float32", "offload_activations": True},
+    {"lora_r": 8},
+    {"lora_r": 8, "lora_target_modules": "q_proj,v_proj"},
+    {"lora_r": 8, "offload_activations": True},
+    SHARDED,
+    SHARDED | {"activation_checkpointing": "none"},
+    SHARDED | {"activation_checkpointing": "selective"},
+    SHARDED | {"checkpoint_every_n_layers": 2},
+    SHARDED | {"offload_activations": True},
+    SHARDED | {"offload_params": True},
+    SHARDED | {"gradient_accumulation_steps": 2},
+    SHARDED | {"lora_r": 8},
+    SHARDED | {"optim": "sgd"},
+    {"num_gpus": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
+    RING,
+    RING | {"cp_comm_strategy": "alltoall"},
+    RING | {"activation_checkpointing": "none"},
+    RING | {"activation_checkpointing": "selective"},
+    RING | {"offload_activations": True},
+    RING | {"offload_params": True},
+    RING | {"gradient_accumulation_steps": 2},
+    RING | {"lora_r": 8},
+    {"num_gpus": 4, "cp_size": 2, "dp_shard_size": 2},
+    {"num_gpus": 8, "cp_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2},
+)
+
+
+class Case(NamedTuple):
+    """One plan of the grid, which the formulas cover."""
+
+    spec: ModelSpec
+    plan: TrainPlan
+    rank: int
+    name: str
+
+
+def cases() -> Iterator[Case]:
+    """Every family with every lever that the formulas cover; length, tying and the ring's rank change in turn."""
+    for (number, family), (place, levers) in itertools.product(enumerate(NAMES), enumerate(LEVERS)):
+        tied = bool((number + place // len(LENGTHS)) % 2)
+        last_rank = levers.get("cp_size", 1) > 1 and (number + place) % 2
+        rank = levers["num_gpus"] - 1 if last_rank else 0
+        given = {"max_length": LENGTHS[(number + place) % len(LENGTHS)], **levers}
+        spec = family_spec(family, tied=tied, num_hidden_layers=NUM_LAYERS)
+        try:
+            plan = plan_of(spec, **given)
+            formula.check_covered(spec, plan)
+        except PlanError:
+            continue
+        yield Case(spec, plan, rank, f"{family}, {'tied' if tied else 'untied'}, rank {rank}, {given}")
+
+
+CASES = list(cases())
+
+
+def test_the_grid_is_large_and_has_every_family_and_lever() -> None:
+    assert len(CASES) >= AT_LEAST
+    nested = {"gemma3"}  # gemma3_text with a vision tower
+    assert {case.spec.model_type for case in CASES} == set(TRAITS) - nested
+    for levers in LEVERS:
+        assert any(levers.items() <= case.plan.model_dump().items() for case in CASES), levers
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_trace_and_formula_agree(family: str) -> None:
+    from lcplan.checking import ring_rank
+    from lcplan.tracing.trace import trace
+
+    off: dict[str, float] = {}
+    for case in CASES:
+        if case.spec.model_type != family:
+            continue
+        by_formula = formula.instants(case.spec, case.plan, rank=ring_rank(case.rank, case.plan)).totals()
+        error = max(by_formula.values()) / trace(case.spec, case.plan, rank=case.rank, torch_version="2.11.0").peak - 1
+        if abs(error) > WITHIN:
+            off[case.name] = error
+    assert not off, off
