@@ -93,11 +93,16 @@ class ModelSpec(Record):
     """The config.json as read; the job is generated from it."""
 
     @cached_property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """Parameters of each decoder layer."""
+        return tuple(layer.total for layer in self.layers)
+
+    @cached_property
     def num_parameters(self) -> int:
         """Every parameter of the model; shared weights counted once."""
         outside = self.embedding_parameters + self.lm_head_parameters
         outside += self.final_norm_parameters + self.other_parameters
-        return outside + sum(layer.total for layer in self.layers)
+        return outside + sum(self.layer_sizes)
 
     def matrix_shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of every weight matrix of a dense model with separate projections, layer by layer."""

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -91,6 +91,24 @@ class Kind(NamedTuple):
     """Checkpointed."""
 
 
+@lru_cache(maxsize=256)
+def _kinds(
+    layer_types: tuple[str, ...], masks: tuple[tuple[str, str | None], ...], dense: tuple[int, ...], every: int | None
+) -> tuple[Kind, ...]:
+    """The kind of each layer; ``masks`` says by layer type which mask it takes."""
+    mask_of = dict(masks)
+    return tuple(
+        Kind(mask_of[layer_type], index in dense, every is not None and index % every == 0)
+        for index, layer_type in enumerate(layer_types)
+    )
+
+
+@lru_cache(maxsize=256)
+def _above(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Parameters of the layers from each on up, those of all first, and 0 behind the last."""
+    return (0, *accumulate(reversed(sizes)))[::-1]
+
+
 class _Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
@@ -106,7 +124,7 @@ class _Step:
         adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
         self.trains_embedding = not self.frozen and not plan.freeze_embeddings
         self.trains_head = not self.frozen and not plan.freeze_head
-        self.trainable_layers = [adapters if self.frozen else layer.total for layer in spec.layers]
+        self.trainable_layers = (adapters,) * spec.num_hidden_layers if self.frozen else spec.layer_sizes
         self.trainable_head = 0 if self.frozen else spec.final_norm_parameters
         self.trainable_head += spec.vocab_size * spec.hidden_size if self.trains_head else 0
         self.trainable = (
@@ -118,7 +136,7 @@ class _Step:
             self.trained_bytes = weights.BF16_BYTES if self.quantised else weights.FP32_BYTES
         self.tokens = plan.tokens_per_rank
         self.layers = spec.num_hidden_layers
-        self.layer = spec.layers[0].total + (adapters if self.frozen else 0)
+        self.layer = spec.layer_sizes[0] + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
         self.tied = spec.tie_word_embeddings
         self.gradient_bytes = self.trained_bytes if self.frozen else self.compute_bytes
@@ -131,25 +149,18 @@ class _Step:
         self.ring_copies_output = self.ring and rank < plan.cp_size - 1
         self.first_rank = rank == 0
         self.targets = targets
-        by_type = {kind: self._mask(kind) for kind in set(spec.layer_types)}
-        self.masks = [by_type[kind] for kind in spec.layer_types]
-        dense = () if spec.moe is None else spec.moe.dense_layers
-        self.kinds: list[Kind] = [
-            Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
-        ]
+        masks = tuple((kind, self._mask(kind)) for kind in sorted(set(spec.layer_types)))
+        self.masks = {mask for _, mask in masks}
+        self.kinds = _kinds(spec.layer_types, masks, () if spec.moe is None else spec.moe.dense_layers, self.every)
         self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
         self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
         self.saves_input = self.shapes[self.kinds[0]].saves_input
-        # gradients of the layers above each, and of all
-        self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+        self.trainable_above = _above(self.trainable_layers)
 
     @cached_property
     def instants(self) -> dict[Kind, tuple[LayerInstant, ...]]:
         """By kind of layer those instants of its backward that can be its largest."""
         return {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
-
-    def _checkpointed(self, index: int) -> bool:
-        return self.every is not None and index % self.every == 0
 
     def _mask(self, layer_type: str) -> str | None:
         """The layer type whose materialised mask a layer takes; None where its kernel needs none."""
@@ -424,7 +435,7 @@ class _Step:
         """MLP of the last layer in the forward pass."""
         spec = self.spec
         alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
-        alive |= self._masks(set(self.masks))
+        alive |= self._masks(self.masks)
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
         if not self.kinds[-1].recomputed and not self.float32:
