@@ -34,6 +34,7 @@ from lcplan.units import ceil_div
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
     "growth of NCCL's buffers beyond two ranks",
+    "one more gathered layer in the loss of FSDP2 jobs with torch 2.12 and newer",
     "the host copy of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )

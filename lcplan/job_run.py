@@ -11,7 +11,7 @@ from typing import Any
 
 from lcplan.backends import inputs, launch
 from lcplan.backends.job import COMMAND, RESULT_FILE, JobSpec, check_job, check_output_dir, render_job
-from lcplan.errors import EnvironmentProblem
+from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.job_options import DataSource, Device, Init, TrainingOptions
 from lcplan.ledger import RopeParameters
 from lcplan.model_spec import ModelSpec
@@ -68,6 +68,12 @@ def run_job(
         stack=stack or {},
     )
     folder = output_dir.expanduser().absolute()
+    if probe and job.training.save_strategy != "no":
+        raise PlanError(
+            "probe-saves",
+            f"save_strategy {job.training.save_strategy}: a probe has no other ranks that could save theirs. Probe "
+            "with save_strategy: no.",
+        )
     if probe:
         check_probe(model, plan, rank=rank, host_available=plan.host_memory_bytes or host_memory_available())
     gpus = _check(job, folder, dry_run=dry_run, force=force, probe=probe)

@@ -12,6 +12,8 @@ from jobs import fsdp2_job, run_python, small_job
 from lcplan.backends.job import render_job
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators import formula
+from lcplan.job_options import DataSource, TrainingOptions
+from lcplan.job_run import run_job
 from lcplan.model_loading import load_model
 from lcplan.probing import (
     ProbeResult,
@@ -307,3 +309,16 @@ def test_run_probe_measures_the_folder_it_wrote(monkeypatch: pytest.MonkeyPatch,
     refused = lcplan(*command[:-5], "--rank", "1", "--output-dir", str(tmp_path / "other"))
     assert refused.code == 2
     assert "Add --probe" in refused.err
+
+
+def test_a_probe_that_should_save_checkpoints_is_refused(tmp_path: Path) -> None:
+    spec = tiny_spec()
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence of some words. " * 400)
+    with pytest.raises(PlanError, match="save_strategy steps: a probe has no other ranks"):
+        run_job(
+            model=spec, plan=plan_of(spec, max_length=64), rope=None, prediction=None, init="random", probe=True,
+            data=DataSource(kind="files", paths=(str(text),)), output_dir=tmp_path / "job",
+            training=TrainingOptions(save_strategy="steps"),
+        )  # fmt: skip
+    assert not (tmp_path / "job").exists()
