@@ -36,18 +36,19 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
         PlanError: when the plan is outside what the formulas cover.
     """
     check_covered(spec, plan)
-    step = _Step(spec, plan, rank)
-    result = {"forward": step.forward(), "loss": step.loss(), "final_norm": step.final_norm()}
-    own = layer_instants(step.shape)
-    for index in step.layers_that_can_peak():
-        for instant in own:
-            result[f"backward[{index}].{instant.name}"] = step.backward(index, instant)
-    result["backward.embedding"] = step.embedding_backward()
-    result["optimizer_step"] = step.optimizer_step()
+    result = _step(spec, plan, rank).phases()
     return Instants({phase: {k: v for k, v in alive.items() if v} for phase, alive in result.items()})
 
 
-class _Step:
+def _step(spec: ModelSpec, plan: TrainPlan, rank: int) -> Step:
+    if plan.backend != "deepspeed":
+        return Step(spec, plan, rank)
+    from lcplan.estimators.deepspeed_step import ZeroStep  # derives from Step
+
+    return ZeroStep(spec, plan, rank)
+
+
+class Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
@@ -90,12 +91,24 @@ class _Step:
             cp_size=plan.cp_size,
             first_rank=rank == 0,
             allgather=plan.cp_comm_strategy == "allgather",
+            sp_size=plan.sp_size,
             narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
             lora_dropout=plan.lora_dropout > 0,
             quantised=self.quantised,
             lora_targets=targets,
         )
+
+    def phases(self) -> dict[str, Alive]:
+        """Items alive in each phase, in step order."""
+        result = {"forward": self.forward(), "loss": self.loss(), "final_norm": self.final_norm()}
+        own = layer_instants(self.shape)
+        for index in self.layers_that_can_peak():
+            for instant in own:
+                result[f"backward[{index}].{instant.name}"] = self.backward(index, instant)
+        result["backward.embedding"] = self.embedding_backward()
+        result["optimizer_step"] = self.optimizer_step()
+        return result
 
     def _frozen_tables(self) -> int:
         """Parameters of embedding and head that are not trained although the layers are."""
@@ -461,7 +474,7 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
 
 
 def _paged_states(spec: ModelSpec, plan: TrainPlan) -> int:
-    step = _Step(spec, plan, rank=0)
+    step = Step(spec, plan, rank=0)
     small = lora.small_adapter_parameters(step.shape.lora_targets, plan.lora_r or 0, optimizer.PAGED_FROM)
     paged = step.trainable - small * step.layers
     wide = paged if plan.optim == "paged_adamw_32bit" else spec.embedding_parameters if step.trains_embedding else 0

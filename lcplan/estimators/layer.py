@@ -68,6 +68,8 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
+    sp_size: int
+    """Ranks that exchange their tokens for heads around attention (Ulysses)."""
     narrow_adapters: bool
     """Adapters compute in bf16 and take their inputs as they are: FSDP2 casts the unit, TRL those on a 4-bit base."""
     lora_rank: int | None
@@ -97,6 +99,11 @@ class LayerShape:
         """Arguments that attention items share."""
         spec = self.spec
         return {"heads": spec.num_attention_heads, "kv_heads": spec.num_key_value_heads, "head_dim": spec.head_dim}
+
+    @property
+    def attended_heads(self) -> dict[str, int]:
+        """Heads as the attention kernel sees them; Ulysses repeats key/value heads until every rank has one."""
+        return self.heads | {"kv_heads": max(self.spec.num_key_value_heads, self.sp_size)}
 
 
 def merge(*parts: Alive) -> Alive:
@@ -131,7 +138,7 @@ def _saved_attention(shape: LayerShape, tokens: int) -> Alive:
     """The first norm and what attention saves up to its output."""
     spec, traits = shape.spec, shape.traits
     alive = _norms(shape, tokens, feeding=min(traits.feeding_norms, 1), closing=0, linears=3)
-    alive[attention.saved.key] = attention.saved(tokens=tokens, **shape.heads)
+    alive[attention.saved.key] = attention.saved(tokens=tokens, **shape.attended_heads)
     if spec.qk_norm != "none":
         wide = traits.wide_norms
         alive[attention.qk_norm.key] = attention.qk_norm(
@@ -152,7 +159,7 @@ def _unpacked_input(shape: LayerShape) -> Alive:
 
 
 def _saved_output(shape: LayerShape, tokens: int) -> Alive:
-    if not (shape.ring_copies_output or shape.traits.copies_output):
+    if not (shape.ring_copies_output or shape.traits.copies_output or shape.sp_size > 1):
         return {}
     if shape.frozen and ("o_proj" not in shape.lora_targets or shape.lora_dropout):
         return {}  # nothing needs the copy: a frozen o_proj has no gradient, and an adapter keeps its dropped input
@@ -331,7 +338,7 @@ def _closing_norm(shape: LayerShape) -> LayerInstant:
 
 def _attention(shape: LayerShape) -> LayerInstant:
     spec = shape.spec
-    sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.heads}
+    sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.attended_heads}
     own: Alive
     if shape.cp_size > 1:
         gathered, ring = attention.ring_gathered_kv, attention.ring_backward
