@@ -48,11 +48,12 @@ class ZeroStep(Step):
     # States
 
     def states(self) -> Alive:
-        plan, spec, parameters = self.plan, self.spec, self.spec.num_parameters
+        """Weights, masters, moments, and the buffers that DeepSpeed keeps; workspaces and the batch."""
+        plan, parameters = self.plan, self.spec.num_parameters
         alive = {runtime.cublas_workspace.key: runtime.cublas_workspace()}
         if plan.sp_size > 1:
-            item = deepspeed.ulysses_batch
-            alive[item.key] = item(sequence_tokens=plan.max_length, tokens_per_rank=self.tokens)
+            batch = deepspeed.ulysses_batch
+            alive[batch.key] = batch(sequence_tokens=plan.max_length, tokens_per_rank=self.tokens)
         else:
             alive[activations.batch.key] = activations.batch(tokens=self.tokens, micro_batches=1)
         if not plan.offload_params:
@@ -67,8 +68,8 @@ class ZeroStep(Step):
             alive[deepspeed.persistent.key] = deepspeed.persistent(elements=small)
             alive |= self._bucket()
             if not plan.offload_optimizer:
-                item = deepspeed.gradient_shards
-                alive[item.key] = item(num_parameters=parameters, ranks=self.ranks)
+                kept_gradients = deepspeed.gradient_shards
+                alive[kept_gradients.key] = kept_gradients(num_parameters=parameters, ranks=self.ranks)
         elif plan.offload_optimizer:
             largest = max(p.numel for p in self.sizes.values())
             alive[deepspeed.offload_buffer.key] = deepspeed.offload_buffer(largest_parameter=largest)
@@ -81,6 +82,7 @@ class ZeroStep(Step):
 
     def gradients(self, done: int, current: int) -> Alive:
         """None by count: what of them is there depends on the moment, see ``at``."""
+        del done, current
         return {}
 
     def at(self, moment: str, *, after: str | None) -> Alive:
@@ -193,7 +195,7 @@ class ZeroStep(Step):
             return merge(self.step_wide(), self.kept_by_layers(self.layers, running=False), own)
         index, _, module = name.partition(".")
         alive = merge(self.step_wide(), self.kept_by_layers(int(index) + 1, running=True))
-        return merge(alive, gradient_hook(self.shape, module))
+        return merge(alive, gradient_hook(self.shape, module, hooked=self.stage == 3))
 
     # Phases
 
@@ -220,10 +222,12 @@ class ZeroStep(Step):
         return result
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
+        """One instant of the backward of layer ``index``."""
         done = {"mlp": "down_proj", "attention": "o_proj"}[instant.name]
         return merge(super().backward(index, instant), self.at(f"{instant.name}.{index}", after=f"{index}.{done}"))
 
     def embedding_backward(self) -> Alive:
+        """Backward of the token embedding."""
         before = self.at(order.EMBEDDING, after=self.backward_order[-2])
         return merge(super().embedding_backward(), before)
 
@@ -251,19 +255,21 @@ class ZeroStep(Step):
         return merge(self.states(), self._partition_gradients(), {item.key: largest})
 
 
-def gradient_hook(shape: LayerShape, module: str) -> Alive:
-    """Activations of a layer when the weight gradient of ``module`` has just arrived."""
+def gradient_hook(shape: LayerShape, module: str, *, hooked: bool) -> Alive:
+    """Activations of a layer when the weight gradient of ``module`` has just arrived.
+
+    With ``hooked`` modules (stage 3) it arrives before the gradients of gate's and up's common input are added up.
+    """
     residual, saved_mlp = activations.residual, activations.mlp_saved
     size = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size, "dtype_bytes": weights.BF16_BYTES}
-    incoming = {residual.key: residual(copies=1, **size)}
     alive = saved(shape, shape.tokens)
     if module == "down_proj":
-        return merge(alive, incoming)  # the product is gone, its gradient is there
+        return merge(alive, {residual.key: residual(copies=1, **size)})  # the product is gone, its gradient is there
     if module == "up_proj":
         # gate's output and the activation's gradient are left of four; the normed input's gradient is there
         return merge(alive | {saved_mlp.key: alive[saved_mlp.key] // 2}, {residual.key: residual(copies=2, **size)})
     if module in ("gate_proj", "post_attention_layernorm"):
-        # of the second norm the output is gone, and both gradients of the normed input are one
-        return merge(alive | {saved_mlp.key: 0}, incoming)
+        # the second norm's output is gone, so that one gradient of it is not counted
+        return merge(alive | {saved_mlp.key: 0}, {residual.key: residual(copies=2 if hooked else 1, **size)})
     attention_instant = layer_instants(shape)[-1]
     return {key: num_bytes for key, num_bytes in attention_instant.alive.items() if key != attention.backward.key}
