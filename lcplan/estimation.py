@@ -59,7 +59,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     Raises:
         PlanError: when the formulas do not cover the model or a lever, or the rotary scaling is impossible.
     """
-    by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(plan)}
+    by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(spec, plan)}
     rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
     return _report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
 
@@ -186,7 +186,7 @@ def _offload_warning(spec: ModelSpec, plan: TrainPlan, peak: int) -> tuple[PlanW
     kept = plan.model_copy(update={"offload_activations": False})
     try:
         without = max(
-            max(formula.instants(spec, kept, rank=r).totals().values()) for r in formula.candidate_ranks(kept)
+            max(formula.instants(spec, kept, rank=r).totals().values()) for r in formula.candidate_ranks(spec, kept)
         )
     except PlanError:
         return ()

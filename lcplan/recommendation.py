@@ -150,7 +150,7 @@ def _longest(spec: ModelSpec, given: dict[str, Any], gpu: GpuSpec) -> TrainPlan 
 
 
 def _device_peak(spec: ModelSpec, plan: TrainPlan) -> int:
-    ranks = formula.candidate_ranks(plan)
+    ranks = formula.candidate_ranks(spec, plan)
     worst = max(max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in ranks)
     return worst + sum(formula.on_top(plan, worst).values())
 

@@ -14,8 +14,6 @@ from lcplan.units import ceil_div
 
 FP64_BYTES = 8
 """torch.float64.itemsize; norms are taken in float64 (deepspeed 0.19.8 runtime/utils.py get_norm_dtype)."""
-SUB_GROUP = 1_000_000_000
-"""Elements of shards that stage 3 updates at once: deepspeed 0.19.8 runtime/zero/config.py sub_group_size."""
 NORM_CHUNK = 250_000_000
 """Elements of one gradient whose norm is taken at once: deepspeed 0.19.8 stage3.py _constant_buffered_norm2."""
 

@@ -24,6 +24,8 @@ MAX_LIVE = 1_000_000_000
 """Gathered elements beyond which nothing is prefetched: runtime/zero/config.py stage3_max_live_parameters."""
 MAX_REUSE_DISTANCE = 1_000_000_000
 """Elements within which a coming use keeps a parameter gathered: runtime/zero/config.py stage3_max_reuse_distance."""
+SUB_GROUP = 1_000_000_000
+"""Elements of shards that stage 3 updates at once: deepspeed 0.19.8 runtime/zero/config.py sub_group_size."""
 PARTITION_ALIGNMENT = 2
 """Elements that a partition of stages 1 and 2 is aligned to: stage_1_and_2.py nccl_start_alignment_factor."""
 EMBEDDING, FINAL_NORM, HEAD = "embed_tokens", "norm", "lm_head"
@@ -122,6 +124,11 @@ def partition_size(sizes: Mapping[str, Parameter], ranks: int, *, decays: bool) 
     return ceil_div(total, PARTITION_ALIGNMENT * ranks) * PARTITION_ALIGNMENT
 
 
+def shard_size(sizes: Mapping[str, Parameter], ranks: int, *, decays: bool) -> int:
+    """Elements of one rank's shards of one optimizer group: stage 3 cuts every parameter by itself."""
+    return sum(ceil_div(parameter.numel, ranks) for parameter in sizes.values() if parameter.decays == decays)
+
+
 def pieces(sizes: Mapping[str, Parameter], ranks: int) -> dict[str, tuple[tuple[int, int], ...]]:
     """For each parameter the (rank, elements) of the partitions it lies in, in order."""
     found: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -163,16 +170,16 @@ def reduction_copy(reduced: Iterable[str], owners: Mapping[str, tuple[tuple[int,
     return largest
 
 
-def sub_groups(sizes: Mapping[str, Parameter], ranks: int, limit: int) -> tuple[tuple[int, int], ...]:
+def sub_groups(sizes: Mapping[str, Parameter], ranks: int) -> tuple[tuple[int, int], ...]:
     """Elements and number of the shards that stage 3 updates together, in order."""
     found: list[tuple[int, int]] = []
     for decays in (True, False):
         shards = [ceil_div(p.numel, ranks) for p in sizes.values() if p.decays == decays]
-        whole = sum(shards) <= limit
+        whole = sum(shards) <= SUB_GROUP
         elements, count = 0, 0
         for position, numel in enumerate(shards):
             elements, count = elements + numel, count + 1
-            if position == len(shards) - 1 or (not whole and elements >= limit):
+            if position == len(shards) - 1 or (not whole and elements >= SUB_GROUP):
                 found.append((elements, count))
                 elements, count = 0, 0
     return tuple(found)

@@ -247,7 +247,7 @@ class ZeroStep(Step):
             return self.states()
         item = deepspeed.float32_gradient
         if self.stage == 3:
-            groups = order.sub_groups(self.sizes, self.ranks, deepspeed.SUB_GROUP)
+            groups = order.sub_groups(self.sizes, self.ranks)
             largest = max(item(elements=elements, slices=count) for elements, count in groups)
             return merge(self.states(), {item.key: largest})
         slices = sum(self.sizes[name].decays for name in self.own)
