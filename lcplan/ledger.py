@@ -30,6 +30,8 @@ PHASE_HELP = {
     "backward[i].attention": "backward of the attention of layer i",
     "backward.embedding": "backward of the token embedding",
     "backward": "backward pass (traced)",
+    "backward.reduction": "DeepSpeed: the largest reduction of a full bucket of gradients",
+    "gradient_norm": "DeepSpeed: the norm of this rank's gradients, in float64",
     "optimizer_step": "optimizer step: all gradients, no activations",
     DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
 }

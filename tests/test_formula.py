@@ -104,7 +104,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "padding": {"padding": True},
     "packing": {"packing": True},
     "loss full": {"loss": "full", "dtype": "float32"},
-    "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
 }
 
 

@@ -39,10 +39,10 @@ _FORWARD = (
 )  # fmt: skip
 """Modules of a layer in the order of the forward, up to down_proj."""
 _BACKWARD = (
-    "up_proj", "act_fn", "gate_proj", "post_attention_layernorm", "self_attn", "o_proj", "v_proj", "k_norm", "k_proj",
-    "q_norm", "q_proj", "input_layernorm",
+    "up_proj", "act_fn", "gate_proj", "post_attention_layernorm", "self_attn", "o_proj", "v_bias", "v_proj", "k_norm",
+    "k_bias", "k_proj", "q_norm", "q_bias", "q_proj", "input_layernorm",
 )  # fmt: skip
-"""Modules of a layer in the order of the backward, from down_proj on."""
+"""Modules of a layer, and biases, in the order of the backward, from down_proj on."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ def parameters(spec: ModelSpec) -> dict[str, Parameter]:
     }  # fmt: skip
     small = {"q_norm": spec.head_dim, "k_norm": spec.head_dim} if spec.qk_norm == "head" else {}
     small |= {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    others = spec.layers[0].total - sum(layer.values()) - sum(small.values())
+    if others == query + 2 * key:
+        small |= {"q_bias": query, "k_bias": key, "v_bias": key}  # Qwen2
     table = Parameter(spec.vocab_size * hidden, decays=True)
     found = {EMBEDDING: table}
     for index in range(spec.num_hidden_layers):
@@ -314,7 +317,9 @@ def _events(sizes: Mapping[str, Parameter], num_layers: int) -> list[Event]:
                 events.append(("release", name, own))
 
     def backward(name: str) -> None:
-        if own := fetch(name):
+        if name.endswith("_bias"):  # of the module that follows, and small enough to stay
+            events.append(("moment", name, ()))
+        elif own := fetch(name):
             events.extend([("moment", name, ()), ("release", name, own)])
 
     events += [("fetch", "model", head), ("fetch", "decoder", ())]
