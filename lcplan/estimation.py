@@ -210,9 +210,12 @@ def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:
 
 def _disk(spec: ModelSpec, plan: TrainPlan) -> DiskUse:
     kept = weights.FP32_BYTES if plan.backend == "fsdp2" or plan.dtype == "float32" else weights.BF16_BYTES
+    checkpoint = weights.checkpoint(num_parameters=spec.num_parameters, dtype_bytes=kept)
+    if plan.backend == "deepspeed":
+        checkpoint = weights.zero_checkpoint(num_parameters=spec.num_parameters)
     return DiskUse(
         saved_model_bytes=weights.saved_model(num_parameters=spec.num_parameters, dtype_bytes=kept),
-        checkpoint_bytes=weights.checkpoint(num_parameters=spec.num_parameters, dtype_bytes=kept),
+        checkpoint_bytes=checkpoint,
     )
 
 
@@ -244,6 +247,6 @@ def _warnings(spec: ModelSpec, plan: TrainPlan, host: HostMemory, scaled: bool) 
         warn(
             "gpus-without-length",
             "Data-parallel GPUs share the states but each still holds whole sequences: they do not help length.",
-            "Use --cp-size to split a sequence.",
+            f"Use --{'sp' if plan.backend == 'deepspeed' else 'cp'}-size to split a sequence.",
         )
     return found

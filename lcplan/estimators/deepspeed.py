@@ -26,7 +26,7 @@ def master_weights(*, num_parameters: int, ranks: int) -> int:
     Live in: every phase
     Rounding: up to whole bytes
     Ignores: nothing
-    Source: deepspeed 0.19.8 single_partition_of_fp32_groups, fp32_partitioned_groups_flat; rows m300-m314
+    Source: deepspeed 0.19.8 single_partition_of_fp32_groups, fp32_partitioned_groups_flat; resident bytes of m300-m309
     Confidence: exact
     """
     return ceil_div(FP32_BYTES * num_parameters, ranks)
@@ -40,7 +40,7 @@ def gradient_shards(*, num_parameters: int, ranks: int) -> int:
     Live in: every phase
     Rounding: up to whole bytes
     Ignores: nothing
-    Source: deepspeed 0.19.8 stage3.py grad_partitions_flat_buffer; resident bytes of rows m303-m309
+    Source: deepspeed 0.19.8 stage3.py grad_partitions_flat_buffer; resident bytes of rows m304-m309
     Confidence: exact
     """
     return ceil_div(BF16_BYTES * num_parameters, ranks)
@@ -57,7 +57,7 @@ def bucket(*, dtype_bytes: int) -> int:
     Live in: every phase (stage 3); final_norm, backward (stages 1 and 2)
     Rounding: exact
     Ignores: nothing
-    Source: deepspeed 0.19.8 stage3.py, stage_1_and_2.py setup_buckets; rows m300-m314
+    Source: deepspeed 0.19.8 stage3.py, stage_1_and_2.py setup_buckets; rows m300-m322
     Confidence: exact
     """
     return dtype_bytes * REDUCE_BUCKET
@@ -71,7 +71,7 @@ def offload_buffer(*, largest_parameter: int) -> int:
     Live in: every phase
     Rounding: exact
     Ignores: nothing
-    Source: deepspeed 0.19.8 stage_1_and_2.py temp_grad_buffer_for_gpu_offload; resident bytes of row m308
+    Source: deepspeed 0.19.8 stage_1_and_2.py temp_grad_buffer_for_gpu_offload; resident bytes of row m318
     Confidence: exact
     """
     return BF16_BYTES * largest_parameter
@@ -118,7 +118,7 @@ def own_gradients(*, elements: int) -> int:
     Live in: backward
     Rounding: exact
     Ignores: nothing
-    Source: deepspeed 0.19.8 reduce_independent_p_g_buckets_and_remove_grads; rows m300-m314
+    Source: deepspeed 0.19.8 reduce_independent_p_g_buckets_and_remove_grads; rows m300-m322
     Confidence: exact
     """
     return BF16_BYTES * elements
@@ -165,7 +165,7 @@ def offloaded_slice(*, elements: int, returns: bool) -> int:
     Live in: backward, where a bucket is reduced (offload_optimizer)
     Rounding: exact
     Ignores: the slice's float32 copy, which is smaller
-    Source: deepspeed 0.19.8 set_norm_for_param_grad_in_gpu, partition_grads; row m308
+    Source: deepspeed 0.19.8 set_norm_for_param_grad_in_gpu, partition_grads; row m318; trace of row m319
     Confidence: exact
     """
     if returns:
@@ -209,7 +209,7 @@ def ulysses_batch(*, sequence_tokens: int, tokens_per_rank: int) -> int:
     Live in: every phase (Ulysses)
     Rounding: exact
     Ignores: the shards that wait for their turn, on the host
-    Source: deepspeed 0.19.8 UlyssesSPDataLoaderAdapter.refill; resident bytes of rows m306 and m307
+    Source: deepspeed 0.19.8 UlyssesSPDataLoaderAdapter.refill; resident bytes of rows m307 and m309
     Confidence: exact
     """
     return INT64_BYTES * (4 * sequence_tokens + tokens_per_rank)

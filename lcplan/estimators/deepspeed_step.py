@@ -122,7 +122,8 @@ class ZeroStep(Step):
         """Arrival that pushes out the first gradient of this rank's partition (stages 1 and 2)."""
         if self.stage == 3 or self.plan.offload_optimizer:
             return None
-        return next(name for name, arrival in self.filled.items() if any(one in self.own for one in arrival.reduced))
+        held = set(self.own)
+        return next((name for name, arrival in self.filled.items() if not held.isdisjoint(arrival.reduced)), None)
 
     def _is_allocated(self, after: str) -> bool:
         if self._allocating is None:
@@ -239,7 +240,8 @@ class ZeroStep(Step):
         if self.stage == 3:
             largest = max(ceil_div(p.numel, self.ranks) for p in self.sizes.values())
             return merge(self.states(), {item.key: item(largest_slice=largest)})
-        return merge(self.states(), self._partition_gradients(), {item.key: item(largest_slice=max(self.own.values()))})
+        largest = max(self.own.values(), default=0)  # a rank of a tiny model may hold padding alone
+        return merge(self.states(), self._partition_gradients(), {item.key: item(largest_slice=largest)})
 
     def optimizer_step(self) -> Alive:
         """The update of what is updated at once."""
@@ -271,5 +273,8 @@ def gradient_hook(shape: LayerShape, module: str, *, hooked: bool) -> Alive:
     if module in ("gate_proj", "post_attention_layernorm"):
         # the second norm's output is gone, so that one gradient of it is not counted
         return merge(alive | {saved_mlp.key: 0}, {residual.key: residual(copies=2 if hooked else 1, **size)})
-    attention_instant = layer_instants(shape)[-1]
-    return {key: num_bytes for key, num_bytes in attention_instant.alive.items() if key != attention.backward.key}
+    # before attention's backward the gradient of its output is there; after it the gradients of q, k and v are less
+    incoming = attention.output_copy(
+        tokens=shape.tokens, heads=shape.spec.num_attention_heads, head_dim=shape.spec.head_dim
+    )
+    return layer_instants(shape)[-1].alive | {attention.backward.key: incoming}

@@ -90,7 +90,7 @@ def zero_pinned_gradients(*, updated: tuple[int, ...], masters_too: bool) -> int
     Live in: every phase (offload_optimizer)
     Rounding: the pinned allocator rounds every block up to a power of two
     Ignores: nothing
-    Source: deepspeed 0.19.8 initialize_optimizer_states, single_partition_of_fp32_groups; pinned bytes of m304-m309
+    Source: deepspeed 0.19.8 stage3.py initialize_optimizer_states, stage_1_and_2.py; pinned bytes of m310, m318-m320
     Confidence: exact
     """
     blocks = sum(pow2_ceil(FP32_BYTES * elements) for elements in updated)
@@ -108,7 +108,7 @@ def zero_pinned_copies(*, buffers: tuple[int, ...]) -> int:
     Live in: every phase (offload_optimizer, offload_params)
     Rounding: the pinned allocator rounds every block up to a power of two
     Ignores: nothing
-    Source: deepspeed 0.19.8 stage3.py, stage_1_and_2.py, partition_parameters.py; pinned bytes of rows m304-m309
+    Source: deepspeed 0.19.8 stage3.py, stage_1_and_2.py, partition_parameters.py; pinned bytes of m310, m318-m320
     Confidence: exact
     """
     return sum(pow2_ceil(BF16_BYTES * elements) for elements in buffers)
