@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from lcplan.estimators.deepspeed_step import ZeroStep, gradient_hook
 from lcplan.hardware import load_gpu
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
-from tests.conftest import plan_of, tiny_spec
+from lcplan.reports.terminal import GROUPS
+from tests.conftest import Outcome, plan_of, tiny_spec
 from tests.test_formula import HEAD, LAYER, P, lengths, many, shapes
 
 T = 4096
@@ -63,7 +65,7 @@ def test_stage_2_moves_gradients_into_the_bucket() -> None:
         kept = (index + 1) * INPUT
         assert found.totals()[f"backward[{index}].mlp"] == states + ALONG + kept + SAVED + MLP + BUCKET
     # one bucket takes all: it is reduced after the backward, flattened because its slices are of several ranks
-    own = found.phases["gradient_norm"]["zero.partition_gradients"]
+    own = found.phases["gradient_norm"]["gradients.zero_partition"]
     assert found.totals()["backward.reduction"] == states + BUCKET + max(2 * P, own)
 
 
@@ -73,20 +75,20 @@ def test_stage_3_shards_everything_and_keeps_small_parameters() -> None:
     states = -(-2 * P // 4) - (-4 * P // 4) - (-8 * P // 4) - (-2 * P // 4) + 2 * P + BUCKET + WORKSPACE + BATCH
     assert found.totals()["backward[4].mlp"] == states + ALONG + 5 * INPUT + SAVED + MLP
     assert found.totals()["backward.reduction"] == states + 2 * P
-    assert "zero.gathered" not in found.phases["loss"]
+    assert "weights.zero_gathered" not in found.phases["loss"]
 
 
 def test_stage_3_takes_norm_and_update_of_its_shards() -> None:
     found = zero(tiny_spec(), zero_stage=3)
-    assert found.phases["gradient_norm"]["zero.norm"] == 8 * HEAD // 4
-    assert found.phases["optimizer_step"]["zero.float32_gradient"] == 6 * (P - NORMS) // 4
+    assert found.phases["gradient_norm"]["gradients.zero_norm"] == 8 * HEAD // 4
+    assert found.phases["optimizer_step"]["gradients.zero_float32"] == 6 * (P - NORMS) // 4
 
 
 def test_offload_leaves_the_bucket() -> None:
     found = zero(tiny_spec(), zero_stage=3, offload_optimizer=True, offload_params=True)
     assert found.totals()["optimizer_step"] == WORKSPACE + BATCH + BUCKET + 2 * P
     reduction = found.phases["backward.reduction"]
-    assert reduction["zero.offloaded_slice"] == (2 + 8) * HEAD // 4
+    assert reduction["gradients.zero_offloaded_slice"] == (2 + 8) * HEAD // 4
     assert found.totals()["gradient_norm"] == found.totals()["optimizer_step"]
 
 
@@ -96,7 +98,7 @@ def test_stage_2_offload_takes_the_norm_as_gradients_leave() -> None:
     assert found.totals()["optimizer_step"] == states
     # the flat copy of the bucket is larger than the norm of any slice, and gone by then
     assert found.totals()["backward.reduction"] == states + BUCKET + 2 * P
-    assert "zero.partition_gradients" not in found.phases["gradient_norm"]
+    assert "gradients.zero_partition" not in found.phases["gradient_norm"]
 
 
 def test_ulysses_splits_activations_and_reduces_in_float32() -> None:
@@ -105,9 +107,9 @@ def test_ulysses_splits_activations_and_reduces_in_float32() -> None:
     mine, theirs = split.phases["backward[4].mlp"], whole.phases["backward[4].mlp"]
     assert mine["mlp.saved"] == theirs["mlp.saved"]
     assert mine["attention.output_copy"] == 2 * 96 * T
-    assert mine["zero.bucket"] == 2 * BUCKET
+    assert mine["communication.zero_bucket"] == 2 * BUCKET
     assert mine["inputs.ulysses_batch"] == 8 * (4 * 3 * T + T)
-    assert split.phases["backward.reduction"]["zero.reduction"] == 4 * P - (-2 * P // 3)
+    assert split.phases["backward.reduction"]["communication.zero_reduction"] == 4 * P - (-2 * P // 3)
 
 
 def test_ulysses_repeats_keys_until_every_rank_has_a_head() -> None:
@@ -122,9 +124,9 @@ def test_the_last_rank_holds_its_gradients_from_the_first_reduction_on() -> None
     spec, (table, layer) = shortened("qwen3-8b", 4), (622_329_856, 192_946_432)
     sizes: dict[str, Any] = {"zero_stage": 2, "max_length": 8192}
     first, last = (zero(spec, rank=rank, **sizes) for rank in (0, 3))
-    assert "zero.partition_gradients" not in first.phases["backward[3].mlp"]
+    assert "gradients.zero_partition" not in first.phases["backward[3].mlp"]
     # a quarter of the matrices is less than the head; of the norms the last three
-    assert last.phases["backward[3].mlp"]["zero.partition_gradients"] == 2 * (table + 3 * 4096)
+    assert last.phases["backward[3].mlp"]["gradients.zero_partition"] == 2 * (table + 3 * 4096)
     assert spec.num_parameters == 2 * table + 4 * layer + 4096
     report = estimate(spec, _plan(spec, **sizes), load_gpu("h200"))
     assert report.peak_allocated_bytes == max(
@@ -230,6 +232,16 @@ def test_reductions_are_where_the_allocator_saw_them() -> None:
     assert totals[order.EMBEDDING] == pytest.approx(13_437_624_332, abs=10_000)
 
 
+def test_a_tied_head_waits_while_layers_are_reduced() -> None:
+    """Qwen3-4B with six layers: the last gradient but one of the fifth layer finds no room in the bucket of 5e8."""
+    spec = shortened("qwen3-4b", 6)
+    table, layer, matrix, norm = 388_956_160, 100_930_816, 10_485_760, 2560
+    found = ZeroStep(spec, _plan(spec, zero_stage=3), 0).reductions()
+    assert list(found) == ["1.q_proj", order.EMBEDDING, order.END]
+    assert found["1.q_proj"]["gradients.zero_own"] == 2 * (table + matrix)
+    assert found["1.q_proj"]["communication.zero_reduction"] == 2 * (norm + 5 * layer - matrix - norm)
+
+
 @pytest.mark.parametrize("module", ["down_proj", "up_proj", "gate_proj", "o_proj"])
 def test_a_hook_holds_less_than_the_instants_around_it(module: str) -> None:
     step = ZeroStep(tiny_spec(), _plan(tiny_spec()), 0)
@@ -261,6 +273,18 @@ def test_a_checkpoint_holds_masters_and_moments() -> None:
     assert report.disk.checkpoint_bytes == 14 * P
     assert report.disk.saved_model_bytes == 2 * P
     assert "--sp-size" in next(w.fix for w in report.warnings if w.code == "gpus-without-length")
+
+
+def test_a_user_sees_every_item(lcplan: Callable[..., Outcome]) -> None:
+    """The table's groups add up to the peak; nothing is left out of them."""
+    for stage in (1, 2, 3):
+        report = estimate(tiny_spec(), _plan(tiny_spec(), zero_stage=stage), load_gpu("h200"))
+        shown = [item for item in report.items_in(report.peak_phase) if item.group in GROUPS]
+        assert sum(item.num_bytes for item in shown) == report.peak_allocated_bytes
+    sizes = ["--gpu", "h200", "--num-gpus", "8", "--max-length", "65536"]
+    out = lcplan("estimate", "qwen3-8b", *sizes, "--backend", "deepspeed", "--sp-size", "8").out
+    assert "deepspeed, sp_size 8" in out
+    assert "zero_bucket" in out
 
 
 # What is refused
@@ -352,7 +376,7 @@ def test_partitions_cover_the_whole(shape: Any, world: int) -> None:
 def test_shards_cover_the_whole(shape: Any, world: int, length: int) -> None:
     spec = tiny_spec(**shape)
     alive = zero(spec, max_length=length, num_gpus=world).phases["optimizer_step"]
-    for key, width in (("weights.parameters", 2), ("zero.master_weights", 4), ("optimizer.adamw_states", 8)):
+    for key, width in (("weights.parameters", 2), ("weights.zero_masters", 4), ("optimizer.adamw_states", 8)):
         assert 0 <= alive[key] * world - width * spec.num_parameters < world
 
 

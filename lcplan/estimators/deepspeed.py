@@ -18,7 +18,7 @@ NORM_CHUNK = 250_000_000
 """Elements of one gradient whose norm is taken at once: deepspeed 0.19.8 stage3.py _constant_buffered_norm2."""
 
 
-@item("zero.master_weights", "parameter")
+@item("weights.zero_masters", "parameter")
 def master_weights(*, num_parameters: int, ranks: int) -> int:
     """Float32 master weights of this rank's shard.
 
@@ -32,7 +32,7 @@ def master_weights(*, num_parameters: int, ranks: int) -> int:
     return ceil_div(FP32_BYTES * num_parameters, ranks)
 
 
-@item("zero.gradient_shards", "gradient")
+@item("gradients.zero_shards", "gradient")
 def gradient_shards(*, num_parameters: int, ranks: int) -> int:
     """Bf16 gradients of this rank's shard, allocated once (stage 3).
 
@@ -46,7 +46,7 @@ def gradient_shards(*, num_parameters: int, ranks: int) -> int:
     return ceil_div(BF16_BYTES * num_parameters, ranks)
 
 
-@item("zero.bucket", "reduce_scatter")
+@item("communication.zero_bucket", "reduce_scatter")
 def bucket(*, dtype_bytes: int) -> int:
     """The buffer that gradients are moved into as the backward makes them, reduced whenever it is full.
 
@@ -63,7 +63,7 @@ def bucket(*, dtype_bytes: int) -> int:
     return dtype_bytes * REDUCE_BUCKET
 
 
-@item("zero.offload_buffer", "gradient")
+@item("gradients.zero_offload_buffer", "gradient")
 def offload_buffer(*, largest_parameter: int) -> int:
     """Buffer for the largest gradient on its way to the host (stage 2 with the optimizer there).
 
@@ -77,7 +77,7 @@ def offload_buffer(*, largest_parameter: int) -> int:
     return BF16_BYTES * largest_parameter
 
 
-@item("zero.gathered", "all_gather")
+@item("weights.zero_gathered", "all_gather")
 def gathered(*, elements: int) -> int:
     """Whole bf16 parameters that stage 3 has gathered, and the flat buffers they came in.
 
@@ -94,7 +94,7 @@ def gathered(*, elements: int) -> int:
     return BF16_BYTES * elements
 
 
-@item("zero.persistent", "all_gather")
+@item("weights.zero_persistent", "all_gather")
 def persistent(*, elements: int) -> int:
     """Parameters of at most 100,000 elements (norms, biases), which stage 3 gathers at the end of every step.
 
@@ -108,7 +108,7 @@ def persistent(*, elements: int) -> int:
     return BF16_BYTES * elements
 
 
-@item("zero.own_gradients", "gradient")
+@item("gradients.zero_own", "gradient")
 def own_gradients(*, elements: int) -> int:
     """Gradients that still have memory of their own: the one that just arrived, and one above the bucket's size.
 
@@ -124,7 +124,7 @@ def own_gradients(*, elements: int) -> int:
     return BF16_BYTES * elements
 
 
-@item("zero.partition_gradients", "gradient")
+@item("gradients.zero_partition", "gradient")
 def partition_gradients(*, elements: int) -> int:
     """Whole gradients of every parameter that lies, if only in part, in this rank's partition (stages 1 and 2).
 
@@ -140,7 +140,7 @@ def partition_gradients(*, elements: int) -> int:
     return BF16_BYTES * elements
 
 
-@item("zero.reduction", "temporary")
+@item("communication.zero_reduction", "temporary")
 def reduction(*, copies: int, elements: int, dtype_bytes: int, ranks: int) -> int:
     """Flat copies of a bucket while it is reduced; under Ulysses in float32, with the result's cast to bf16.
 
@@ -157,7 +157,7 @@ def reduction(*, copies: int, elements: int, dtype_bytes: int, ranks: int) -> in
     return dtype_bytes * elements * copies + cast
 
 
-@item("zero.offloaded_slice", "temporary")
+@item("gradients.zero_offloaded_slice", "temporary")
 def offloaded_slice(*, elements: int, returns: bool) -> int:
     """Norm, in float64, of one parameter's slice before it leaves for the host; in stage 3 it comes back first.
 
@@ -173,7 +173,7 @@ def offloaded_slice(*, elements: int, returns: bool) -> int:
     return FP64_BYTES * elements
 
 
-@item("zero.norm", "temporary")
+@item("gradients.zero_norm", "temporary")
 def norm(*, largest_slice: int) -> int:
     """Gradient norm in float64, one slice after the other.
 
@@ -187,7 +187,7 @@ def norm(*, largest_slice: int) -> int:
     return FP64_BYTES * largest_slice
 
 
-@item("zero.float32_gradient", "temporary")
+@item("gradients.zero_float32", "temporary")
 def float32_gradient(*, elements: int, slices: int) -> int:
     """Float32 gradient of what is updated at once, and the flat bf16 copy it is made of if that has several slices.
 

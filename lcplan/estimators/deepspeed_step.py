@@ -85,11 +85,9 @@ class ZeroStep(Step):
         del done, current
         return {}
 
-    def at(self, moment: str, *, after: str | None) -> Alive:
+    def at(self, moment: str, *, after: str) -> Alive:
         """Gathered parameters at ``moment``, and gradients when that of ``after`` is the last that arrived."""
         alive = self._gathered_at(moment)
-        if after is None:
-            return alive
         item, arrived = deepspeed.own_gradients, self.backward_order[: self.backward_order.index(after) + 1]
         held = self._elements(arrived) if self.stage == 1 else self._oversize(after)
         if self.tied:
