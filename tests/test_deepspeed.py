@@ -112,6 +112,21 @@ def test_ulysses_splits_activations_and_reduces_in_float32() -> None:
     assert split.phases["backward.reduction"]["communication.zero_reduction"] == 4 * P - (-2 * P // 3)
 
 
+def test_ulysses_with_offload_frees_the_float32_copy_before_the_slices_leave() -> None:
+    spec = shortened("qwen3-8b", 4)
+    sizes: dict[str, Any] = {"num_gpus": 4, "sp_size": 4}
+    moved = ZeroStep(spec, _plan(spec, **sizes, offload_optimizer=True), 0).reductions()
+    kept = ZeroStep(spec, _plan(spec, **sizes), 0).reductions()
+    key = "communication.zero_reduction"
+    assert moved["1.gate_proj"][key] == kept["1.gate_proj"][key]
+    assert "gradients.zero_offloaded_slice" not in moved["1.gate_proj"], "the float32 copy is larger"
+    # two ranks: of a single large gradient half comes back, and its norm is taken of 2.5e8 elements at a time
+    halves = ZeroStep(spec, _plan(spec, num_gpus=2, sp_size=2, offload_optimizer=True), 0).reductions()
+    table = 622_329_856
+    assert halves[order.END][key] == table
+    assert halves[order.END]["gradients.zero_offloaded_slice"] == table + 8 * 250_000_000
+
+
 def test_ulysses_repeats_keys_until_every_rank_has_a_head() -> None:
     spec = tiny_spec(num_key_value_heads=3)
     found = zero(spec, sp_size=6, num_gpus=6, max_length=6 * T).phases["backward[4].mlp"]
@@ -132,6 +147,21 @@ def test_the_last_rank_holds_its_gradients_from_the_first_reduction_on() -> None
     assert report.peak_allocated_bytes == max(
         max(zero(spec, rank=rank, **sizes).totals().values()) for rank in range(4)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "levers"),
+    [
+        ("qwen3-8b", 24, {"zero_stage": 1}),
+        ("qwen3-8b", 32, {"zero_stage": 2}),
+        ("qwen3-32b", 32, {"zero_stage": 2, "offload_optimizer": True}),
+    ],
+)
+def test_no_rank_holds_more_than_the_reported_one(name: str, world: int, levers: dict[str, Any]) -> None:
+    spec = load_model(name)
+    plan = _plan(spec, num_gpus=world, gpus_per_node=1, max_length=8192, **levers)
+    by_rank = [max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in range(world)]
+    assert max(by_rank) == max(by_rank[rank] for rank in formula.candidate_ranks(spec, plan))
 
 
 # DeepSpeed's bookkeeping

@@ -161,12 +161,17 @@ class ZeroStep(Step):
         """What comes and goes while a bucket is reduced: each entry is one instant."""
         item = deepspeed.reduction
         if self.stage == 3:
-            alive = self._scatter(arrival)
-            if self.plan.offload_optimizer:
-                back = deepspeed.offloaded_slice
-                largest = max(ceil_div(self.sizes[one].numel, self.ranks) for one in arrival.reduced)
-                alive[back.key] = back(elements=largest, returns=True)
-            return [alive]
+            scattered = self._scatter(arrival)
+            if not self.plan.offload_optimizer:
+                return [scattered]
+            back = deepspeed.offloaded_slice
+            largest = max(ceil_div(self.sizes[one].numel, self.ranks) for one in arrival.reduced)
+            slices = {back.key: back(elements=largest, returns=True)}
+            if self.reduced_bytes == weights.BF16_BYTES:
+                return [merge(scattered, slices)]  # the slices are views of the flat copy
+            elements = self._elements(arrival.reduced)
+            cast = item(copies=0, elements=elements, dtype_bytes=self.reduced_bytes, ranks=self.ranks)
+            return [scattered, {item.key: cast} | slices]
         copied = order.reduction_copy(arrival.reduced, self.owners)
         copy = {item.key: item(copies=1, elements=copied, dtype_bytes=weights.BF16_BYTES, ranks=self.ranks)}
         if self.plan.offload_optimizer:

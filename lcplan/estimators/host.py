@@ -28,7 +28,7 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 def load_copies(*, num_parameters: int, dtype_bytes: int, copies: int) -> int:
     """The whole model in host memory while the job starts: the main process alone reads it and sends out the shards.
 
-    Under DDP and DeepSpeed every process of the node reads its own.
+    Under DDP and DeepSpeed (without zero.Init) every process of the node reads its own.
 
     Formula: ``b * P * copies``
     Live in: init
