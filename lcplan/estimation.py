@@ -12,6 +12,7 @@ from lcplan.estimators.layer import Alive
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
     DEVICE,
+    Category,
     DiskUse,
     GpuSummary,
     HostMemory,
@@ -28,7 +29,7 @@ from lcplan.train_plan import TrainPlan
 STACK = ("trl", "transformers", "accelerate", "torch")
 NOT_MODELLED = (
     "growth of NCCL's buffers beyond two ranks",
-    "evaluation and the gathering of a full model while saving",
+    "the host copy of a full model while saving",
     "dataloader workers and the tokenised dataset in host memory",
 )
 
@@ -48,6 +49,20 @@ def installed_stack() -> dict[str, str | None]:
     return {name: _version(name) for name in STACK}
 
 
+def need_train_extra(why: str) -> None:
+    """Refuse to go on without the training stack.
+
+    Raises:
+        EnvironmentProblem: naming what is missing.
+    """
+    missing = [name for name, version in installed_stack().items() if version is None]
+    if missing:
+        raise EnvironmentProblem(
+            "missing-extra",
+            f"{why}, and {', '.join(missing)} is not installed. Install it: pip install 'lcplan[train]'",
+        )
+
+
 def lcplan_version() -> str:
     """Version of the installed distribution, or ``0+unknown`` when run from a bare source tree."""
     return _version("lcplan") or "0+unknown"
@@ -61,7 +76,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     """
     by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(spec, plan)}
     rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
-    return _report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
+    return make_report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
 
 
 def estimate_by_trace(
@@ -73,23 +88,17 @@ def estimate_by_trace(
         EnvironmentProblem: when the train extra is missing or the modeling code cannot be traced.
         PlanError: when the plan holds what is not traced, or the rotary scaling is impossible.
     """
-    missing = [name for name, version in installed_stack().items() if version is None]
-    if missing:
-        raise EnvironmentProblem(
-            "missing-extra",
-            f"--method trace runs the training code, and {', '.join(missing)} is not installed. Install it: "
-            "pip install 'lcplan[train]'",
-        )
+    need_train_extra("--method trace runs the training code")
     from lcplan.tracing.trace import trace
 
-    return _report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
+    return make_report(spec, plan, gpu, "trace", trace(spec, plan), 0, assumptions)
 
 
-def _report(
+def make_report(
     spec: ModelSpec,
     plan: TrainPlan,
     gpu: GpuSpec,
-    method: Literal["formula", "trace"],
+    method: Literal["formula", "trace", "probe"],
     phases: dict[str, Alive],
     rank: int,
     assumptions: tuple[str, ...],
@@ -122,7 +131,7 @@ def _report(
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
-        not_modelled=NOT_MODELLED,
+        not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
     )
 
 
@@ -165,7 +174,27 @@ def _item(key: str, num_bytes: int, phases: tuple[str, ...], *, on_host: bool = 
     )
 
 
+PROBED: dict[str, Category] = {
+    "probe.parameters": "parameter",
+    "probe.optimizer_states": "optimizer_state",
+    "probe.gradients": "gradient",
+    "probe.other": "activation",
+    "probe.other_layers": "activation",
+}
+"""Items of a probe: what is no weight, state or finished gradient is activations, gradients under way and buffers."""
+
+
 def _traced_item(key: str, num_bytes: int, phases: tuple[str, ...]) -> MemoryItem:
+    if key in PROBED:
+        return MemoryItem(
+            key=key,
+            category=PROBED[key],
+            num_bytes=num_bytes,
+            phases=phases,
+            formula="torch.cuda.max_memory_allocated, less the items above it",
+            source="the job's own step on this machine's GPU",
+            confidence="exact",
+        )
     from lcplan.tracing.trace import CATEGORIES
 
     return MemoryItem(

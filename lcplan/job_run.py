@@ -14,6 +14,7 @@ from lcplan.errors import EnvironmentProblem
 from lcplan.job_options import DataSource, Device, Init, TrainingOptions
 from lcplan.ledger import RopeParameters
 from lcplan.model_spec import ModelSpec
+from lcplan.probing import allocator_bytes, check_probe, compare, host_memory_available, start_probe, write_record
 from lcplan.rope import position_limit
 from lcplan.train_plan import TrainPlan
 from lcplan.units import ByteUnits
@@ -37,9 +38,14 @@ def run_job(
     refusal: str | None = None,
     dry_run: bool = False,
     force: bool = False,
+    probe: bool = False,
+    rank: int = 0,
+    capacity_bytes: int | None = None,
     units: ByteUnits = "GiB",
 ) -> int:
     """Render one job, launch it unless ``dry_run``, and return the exit code of ``lcplan run``.
+
+    With ``probe`` one step of it runs on one GPU, as ``rank`` of its ranks, capped at ``capacity_bytes``.
 
     ``prediction``, ``rope`` and ``stack`` come from the plan's report, and ``refusal`` says why the plan does not
     fit, if it does not. Nothing is written before every check has passed; with ``force`` a refused plan starts, and
@@ -61,7 +67,9 @@ def run_job(
         stack=stack or {},
     )
     folder = output_dir.expanduser().absolute()
-    gpus = _check(job, folder, dry_run=dry_run, force=force)
+    if probe:
+        check_probe(model, plan, rank=rank, host_available=plan.host_memory_bytes or host_memory_available())
+    gpus = _check(job, folder, dry_run=dry_run, force=force, probe=probe)
     if refusal is not None and not force:
         _say(f"does not fit: {refusal} --force starts it all the same.")
         return 1
@@ -70,12 +78,30 @@ def run_job(
     if dry_run:
         print(_by_hand(folder))  # noqa: T201
         return 0
+    if probe:
+        return _probe(model, job, folder, rank, capacity_bytes, units)
     (folder / RESULT_FILE).unlink(missing_ok=True)
     code = launch.launch(folder, launch.job_environment(device, offline=not launch.needs_hub(job)))
     return _finish(job, folder, code, units)
 
 
-def _check(job: JobSpec, folder: Path, *, dry_run: bool, force: bool) -> list[str]:
+def _probe(
+    model: ModelSpec, job: JobSpec, folder: Path, rank: int, capacity_bytes: int | None, units: ByteUnits
+) -> int:
+    """One step of the job on one GPU, and its record; 1 where it failed."""
+    from lcplan.reports.probe_result import print_failure, print_probe
+
+    cap = None if capacity_bytes is None else allocator_bytes(job.plan, capacity_bytes)
+    found = start_probe(folder, rank=rank, cap=cap)
+    if found.error is not None:
+        print_failure(found, folder)
+        return found.exit_code
+    write_record(folder, model, job.plan, rank, found)
+    print_probe(found, compare(model, job.plan, rank, found), folder, units=units)
+    return 0
+
+
+def _check(job: JobSpec, folder: Path, *, dry_run: bool, force: bool, probe: bool) -> list[str]:
     """Everything that can be refused before a file is written, the slowest last; returns the GPUs' names."""
     launch.check_loss(job.plan.loss, launch.installed_versions().get("trl"))
     check_job(job)
@@ -86,6 +112,8 @@ def _check(job: JobSpec, folder: Path, *, dry_run: bool, force: bool) -> list[st
     launch.check_packages()
     if job.device == "cpu":
         return []
+    if probe:
+        return launch.check_gpus(num_gpus=1, gpus_per_node=1)
     return launch.check_gpus(num_gpus=job.plan.num_gpus, gpus_per_node=job.plan.gpus_per_node)
 
 

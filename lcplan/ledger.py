@@ -28,8 +28,22 @@ PHASE_HELP = {
     "final_norm": "backward of the final norm, when the head's gradient is there",
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
     "backward[i].attention": "backward of the attention of layer i",
+    "backward[i].closing_norm": "backward of the norm behind the MLP of layer i, with all that the layer saved",
+    "backward[i].down_proj": "end of the recomputation of layer i, in down_proj's adapter",
+    "backward[i].down_proj_backward": "backward of down_proj of layer i, whose 4-bit weight is unpacked",
+    "backward[i].experts": "backward of the weighted sum of experts in layer i",
+    "backward[i].expert_gate": "backward of the gate of the experts in layer i",
+    "backward[i].expert_gate_forward": "gate of the experts in layer i, as they are recomputed",
+    "backward[i].expert_output_forward": "output of the experts in layer i, as they are recomputed",
+    "backward[i].expert_norm": "backward of the norm before the experts of layer i: all their gradients exist",
+    "backward[i].expert_gradients": "end of the experts' backward in layer i: all their gradients exist",
     "backward.embedding": "backward of the token embedding",
     "backward": "backward pass (traced)",
+    "evaluation.attention": "attention of a layer in a forward pass without gradients",
+    "evaluation.norm": "second norm of a layer in a forward pass without gradients",
+    "evaluation.mlp": "MLP of a layer in a forward pass without gradients",
+    "evaluation.loss": "scoring of an evaluation batch",
+    "save": "saving the trained model; FSDP2 gathers one parameter after another",
     "backward.reduction": "DeepSpeed: the largest reduction of a full bucket of gradients",
     "gradient_norm": "DeepSpeed: the norm of this rank's gradients, in float64",
     "optimizer_step": "optimizer step: all gradients, no activations",
@@ -114,6 +128,14 @@ class PlanWarning(Record):
     fix: str
 
 
+class Compared(Record):
+    """One number of the formulas beside what a probe measured of it."""
+
+    what: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
 class MemoryReport(Record):
     """The answer; every method (formula, trace, probe) gives one."""
 
@@ -137,6 +159,8 @@ class MemoryReport(Record):
     rope: RopeParameters | None
     step_time_s: float | None = None
     tokens_per_second: float | None = None
+    compared: tuple[Compared, ...] = ()
+    """The formulas' numbers beside the measured ones (probe)."""
     warnings: tuple[PlanWarning, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ class Family:
     """Attention can run through torch's scaled_dot_product_attention: no sinks, no soft-capped scores."""
     head_dim: int | None = None
     """Value where the config has none; None: hidden_size // num_attention_heads."""
+    needs_head_dim: bool = False
+    """transformers' own class fails without the key."""
     needs_kv_heads: bool = True
     """False: without the key every query head has its own key/value head."""
     tie_word_embeddings: bool = False
@@ -42,13 +44,16 @@ class Family:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Scaling where the config names none."""
     partial_rotary_factor: float = 1.0
-    sliding: Literal["never", "all", "upper", "pattern"] = "never"
-    """Layers that slide: none, every one, those from max_window_layers on, all but each n-th."""
+    sliding: Literal["never", "all", "each", "upper", "pattern"] = "never"
+    """Layers that slide: none, every one, those of layer_types or every one, those from max_window_layers on, all but
+    each n-th."""
     sliding_pattern: int = 2
     reads_sliding_window_pattern: bool = False
     reads_use_sliding_window: bool = False
     sliding_window: int | None = None
     """Value where the config has no such key."""
+    must_be_off: tuple[str, ...] = ()
+    """Keys whose true or positive value changes the layer in a way that is not counted."""
     expert_size_key: str | None = None
     """Key of one expert's width; None: no experts."""
     expert_bias: bool = False
@@ -89,6 +94,26 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         reads_attention_bias=False, rope_theta=1_000_000.0,
         sliding="all", expert_size_key="intermediate_size",
+    ),
+    "smollm3": Family(
+        reads_mlp_bias=True, tie_word_embeddings=True, rope_theta=2_000_000.0, must_be_off=("use_sliding_window",),
+    ),
+    "granite": Family(reads_mlp_bias=True, needs_kv_heads=False),
+    "ernie4_5": Family(
+        reads_attention_bias=False, head_dim=128, tie_word_embeddings=True, rope_theta=500_000.0,
+        must_be_off=("use_bias",),
+    ),
+    "hunyuan_v1_dense": Family(qk_norm="head", needs_head_dim=True, needs_kv_heads=False),
+    "ministral": Family(reads_attention_bias=False, needs_head_dim=True, sliding="each", sliding_window=4096),
+    "gemma": Family(head_dim=256, tie_word_embeddings=True),
+    "glm": Family(attention_bias=True, o_proj_bias=False, head_dim=128, partial_rotary_factor=0.5),
+    "olmo3": Family(
+        qk_norm="full", needs_kv_heads=False, rope_theta=500_000.0,
+        sliding="pattern", sliding_pattern=4, sliding_window=4096,
+    ),
+    "exaone4": Family(
+        qk_norm="head", reads_attention_bias=False,
+        sliding="pattern", sliding_pattern=4, reads_sliding_window_pattern=True, sliding_window=4096,
     ),
 }  # fmt: skip
 
@@ -132,6 +157,9 @@ def read_config(config: Mapping[str, Any], id: str) -> ModelSpec:
         problem = "is true. The formulas know causal models only: choose one."
         raise reader.error("unsupported-architecture", "use_bidirectional_attention", problem)
 
+    for key in family.must_be_off:
+        if reader.values.get(key):
+            raise reader.error("unsupported-architecture", key, "is set. The formulas know the family without it.")
     hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
     num_layers = reader.size("num_hidden_layers", most=MAX_LAYERS)
     heads = reader.size("num_attention_heads")
@@ -172,6 +200,7 @@ def read_config(config: Mapping[str, Any], id: str) -> ModelSpec:
         pretrained_length=_pretrained_length(model_type, max_length, rope),
         qk_norm=family.qk_norm,
         norms_per_layer=family.norms_per_layer,
+        has_sdpa=family.sdpa,
         moe=moe,
         layers=layers,
         embedding_parameters=vocab * hidden,
@@ -196,7 +225,8 @@ def _known(config: Mapping[str, Any], id: str) -> tuple[ConfigReader, str]:
         "unsupported-architecture",
         f"{id}: the formulas do not know model_type {model_type!r:.60} "
         f"(architectures: {config.get('architectures')!r:.120}). They know these families: "
-        f"{', '.join(KNOWN_FAMILIES)}. Choose a model of one of them.",
+        f"{', '.join(KNOWN_FAMILIES)}. Use estimate --method trace, which runs transformers' own class, or choose a "
+        "model of one of them.",
     )
 
 
@@ -212,10 +242,10 @@ def _kv_heads(reader: ConfigReader, family: Family, heads: int) -> int:
 
 
 def _head_dim(reader: ConfigReader, family: Family, hidden: int, heads: int) -> int:
-    if not reader.has("head_dim") and family.head_dim is None and hidden % heads:
+    if not (reader.has("head_dim") or family.needs_head_dim or family.head_dim) and hidden % heads:
         problem = f"is {hidden} and num_attention_heads {heads}. Without head_dim the heads share it equally"
         raise reader.error("uneven-heads", "hidden_size", problem + ": add head_dim, or correct the two.")
-    return reader.size("head_dim", family.head_dim or hidden // heads)
+    return reader.size("head_dim", None if family.needs_head_dim else family.head_dim or hidden // heads)
 
 
 def _layer_types(reader: ConfigReader, family: Family, num_layers: int) -> tuple[tuple[LayerType, ...], int | None]:
@@ -227,7 +257,7 @@ def _layer_types(reader: ConfigReader, family: Family, num_layers: int) -> tuple
         window = reader.size("sliding_window", default) or None
 
     types: tuple[LayerType, ...] = (full,) * num_layers
-    if family.sliding in ("upper", "pattern") and reader.has("layer_types"):
+    if family.sliding in ("each", "upper", "pattern") and reader.has("layer_types"):
         types = _given_layer_types(reader, num_layers)
     elif family.sliding == "pattern":
         every = family.sliding_pattern
@@ -281,6 +311,7 @@ def _moe(reader: ConfigReader, family: Family, num_layers: int) -> MoeSpec | Non
         num_experts_per_tok=active,
         moe_intermediate_size=reader.size(family.expert_size_key),
         dense_layers=dense,
+        has_router_loss=reader.values.get("router_aux_loss_coef") != 0,
     )
 
 

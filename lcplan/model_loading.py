@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,20 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.json)")
 """``org/name``; not ``./name`` and not ``folder/config.json``, which were meant as paths."""
 
 
-def load_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
+SpecReader = Callable[[Mapping[str, Any], str], ModelSpec]
+"""From a config.json's content and the model's name to its spec."""
+
+
+def load_model(name: str, *, trust_remote_code: bool = False, read: SpecReader = ModelSpec.from_config) -> ModelSpec:
     """The spec of a config.json or its folder, of a catalog id (matched without case), or of a Hub id.
 
     A catalog id or a path never needs the network. Nor does a name without a slash: where the catalog lacks
     it, it is refused. No code of a repository is ever run: with ``trust_remote_code`` a model that brings its
-    own is refused, since the job would build that, and the formulas count transformers' own class.
+    own is refused, since the job would build that, and the formulas count transformers' own class. ``read`` makes the
+    spec; the trace method has one that knows more architectures.
     """
     id, config = _find(name)
-    spec = ModelSpec.from_config(config, id)
+    spec = read(config, id)
     own_code = config.get("auto_map")
     if trust_remote_code and isinstance(own_code, dict) and "AutoModelForCausalLM" in own_code:
         raise ModelError(

@@ -26,6 +26,8 @@ class MoeSpec(Record):
     moe_intermediate_size: int
     dense_layers: tuple[int, ...] = ()
     """Indices of layers that keep a dense MLP."""
+    has_router_loss: bool = True
+    """TRL adds the load-balancing loss: router_aux_loss_coef is not 0."""
 
 
 class RopeSpec(Record):
@@ -76,6 +78,8 @@ class ModelSpec(Record):
     """RMSNorm on queries and keys: none, per head (Qwen3, Gemma 3), or over the whole projection (OLMo 2)."""
     norms_per_layer: int = 2
     """RMSNorms of hidden_size width in a layer (Gemma 3: 4)."""
+    has_sdpa: bool = True
+    """Attention can run through scaled_dot_product_attention: no sinks, no soft-capped scores."""
     moe: MoeSpec | None = None
     layers: tuple[LayerParameters, ...] = Field(repr=False)
     embedding_parameters: int

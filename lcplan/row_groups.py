@@ -14,7 +14,7 @@ LEVER_NAMES: tuple[tuple[str, Callable[[TrainPlan], bool]], ...] = (
     ("alltoall", lambda plan: plan.cp_size > 1 and plan.cp_comm_strategy == "alltoall"),
     ("ulysses", lambda plan: plan.sp_size > 1),
     ("data-parallel", lambda plan: plan.dp_shard_size * plan.dp_replicate_size > 1),
-    ("replicated", lambda plan: plan.dp_replicate_size > 1),
+    ("replicated", lambda plan: plan.dp_replicate_size > 1 and plan.backend == "fsdp2"),
     ("deepspeed", lambda plan: plan.backend == "deepspeed"),
     ("offload-activations", lambda plan: plan.offload_activations),
     ("activation-offloading", lambda plan: plan.activation_offloading),

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError
 
 from lcplan._record import Record
 from lcplan.errors import PlanError
-from lcplan.model_families import FAMILIES
 from lcplan.model_spec import ModelSpec
 
 Backend = Literal["single", "ddp", "fsdp2", "deepspeed"]
@@ -31,6 +30,8 @@ class TrainPlan(Record):
     """Tokens of one sequence over all GPUs."""
     per_device_train_batch_size: int = Field(default=1, gt=0)
     """Sequences a data-parallel rank holds in one micro step."""
+    per_device_eval_batch_size: int | None = Field(default=None, gt=0)
+    """Whole sequences that every rank evaluates at once; None: no evaluation (transformers' own default is 8)."""
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     gpu: str
     """GPU id of the catalog."""
@@ -113,7 +114,7 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
         PlanError: impossible sizes, or a combination that the training stack refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    assumptions = _fill(values, usual_gpus_per_node, sdpa=_has_sdpa(spec))
+    assumptions = _fill(values, usual_gpus_per_node, sdpa=spec.has_sdpa)
     try:
         plan = TrainPlan(**values)
     except ValidationError as error:
@@ -133,10 +134,6 @@ def resolve(spec: ModelSpec, given: dict[str, Any], *, usual_gpus_per_node: int)
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _has_sdpa(spec: ModelSpec) -> bool:
-    return spec.model_type not in FAMILIES or FAMILIES[spec.model_type].sdpa
 
 
 def _fill(values: dict[str, Any], usual_gpus_per_node: int, *, sdpa: bool) -> list[str]:
@@ -290,7 +287,7 @@ def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
 
 
 def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
-    if plan.attn_implementation == "sdpa" and not _has_sdpa(spec):
+    if plan.attn_implementation == "sdpa" and not spec.has_sdpa:
         raise PlanError(
             "no-sdpa",
             f"--attn-implementation sdpa with {spec.id} ({spec.model_type}): scaled_dot_product_attention has no sinks "

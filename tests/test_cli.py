@@ -39,7 +39,7 @@ def test_json_is_the_contract(lcplan) -> None:
     assert set(report) == {
         "schema_version", "lcplan_version", "method", "model", "plan", "gpu", "stack", "peak_allocated_bytes",
         "peak_phase", "peak_rank", "device_peak_bytes", "fits", "headroom_bytes", "host", "disk", "items", "phases",
-        "rope", "step_time_s", "tokens_per_second", "warnings", "assumptions", "not_modelled",
+        "rope", "step_time_s", "tokens_per_second", "compared", "warnings", "assumptions", "not_modelled",
     }  # fmt: skip
     assert report["schema_version"] == 1
     assert set(report["stack"]) == {"trl", "transformers", "accelerate", "torch"}
@@ -78,6 +78,41 @@ def test_a_job_file_is_read_like_a_preset(lcplan, tmp_path: Path) -> None:
     )
     report = json.loads(lcplan("estimate", "--config", str(job), "--json").out)
     assert report["plan"]["max_length"] == 4096
+
+
+@pytest.mark.parametrize(
+    "model", ["Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "allenai/OLMo-2-1124-7B", "microsoft/phi-4", "Qwen/Qwen2.5-7B"]
+)
+@pytest.mark.parametrize(
+    "levers",
+    [
+        [],
+        ["--lora-r", "16"],
+        ["--lora-r", "16", "--lora-dropout", "0.1"],
+        ["--lora-r", "16", "--quantize", "nf4"],
+        ["--activation-checkpointing", "none", "--scored-fraction", "0.1"],
+        ["--optim", "adamw_torch_8bit"],
+        ["--num-gpus", "2", "--no-reshard-after-forward"],
+        ["--num-gpus", "2", "--backend", "ddp"],
+    ],
+)
+@pytest.mark.parametrize("length", ["1Ki", "64Ki"])
+def test_every_plan_that_is_covered_is_shown(lcplan, model: str, levers: list[str], length: str) -> None:
+    """A lever may be refused for a family; whatever is answered is answered in words."""
+    result = lcplan("estimate", model, "--max-length", length, "--gpu", "h200", *levers)
+    if result.code == 2:
+        assert "error [not-covered]" in result.err
+    else:
+        assert "FIT" in result.out.splitlines()[0]
+
+
+def test_every_item_has_its_group_in_the_report() -> None:
+    from lcplan.estimators import formula  # noqa: F401  (registers the items)
+    from lcplan.estimators._item import ITEMS
+    from lcplan.reports.terminal import GROUPS
+
+    outside_the_gpu = {"host", "disk"}
+    assert {key.partition(".")[0] for key in ITEMS} - outside_the_gpu <= set(GROUPS)
 
 
 def test_units(lcplan) -> None:
@@ -152,6 +187,10 @@ MISTAKES = [
     (["estimate", "--preset", "nothing"], "qwen3-8b-1m"),
     (["estimate", "--preset", "smoke", "--config", "x.yaml"], "one of them"),
     (["estimate", "--config", "not-there.yaml"], "not-there.yaml"),
+    (["estimate", *JOB, "--capacity", "80GB"], "--capacity with --method formula: use --method probe"),
+    (["estimate", *JOB, "--rank", "7"], "--method trace or probe"),
+    (["estimate", *JOB, "--method", "probe", "--rank", "8"], "ranks 0 to 7"),
+    (["estimate", *JOB, "--method", "probe", "--layers", "99"], "has 36"),
     (["estimate", *JOB, "--units", "TB"], "GiB, GB"),
     (["estimate", *JOB, "--method", "guess"], "formula"),
     (["estimate", *JOB, "--num-gpus", "7"], "the product must equal"),

@@ -275,8 +275,8 @@ def test_a_tied_head_waits_while_layers_are_reduced() -> None:
 @pytest.mark.parametrize("module", ["down_proj", "up_proj", "gate_proj", "o_proj"])
 def test_a_hook_holds_less_than_the_instants_around_it(module: str) -> None:
     step = ZeroStep(tiny_spec(), _plan(tiny_spec()), 0)
-    instants = {instant.name: sum(instant.alive.values()) for instant in formula.layer_instants(step.shape)}
-    held = sum(gradient_hook(step.shape, module, hooked=True).values())
+    instants = {instant.name: sum(instant.alive.values()) for instant in step.own_instants(0)}
+    held = sum(gradient_hook(step.shapes[step.kinds[0]], module, hooked=True).values())
     assert held < instants["attention" if module == "o_proj" else "mlp"]
 
 
@@ -332,6 +332,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--freeze-embeddings": {"freeze_embeddings": True},
     "--freeze-head": {"freeze_head": True},
     "--activation-offloading": {"activation_offloading": True},
+    "--attn-implementation eager": {"attn_implementation": "eager"},
+    "--padding": {"padding": True},
+    "--per-device-eval-batch-size 1": {"per_device_eval_batch_size": 1},
     "--zero-stage 1 and --offload-optimizer": {"zero_stage": 1, "offload_optimizer": True},
     "--zero-stage 2 and --sp-size 3": {"zero_stage": 2, "sp_size": 3, "num_gpus": 3, "max_length": 3 * T},
     "--offload-params without --offload-optimizer": {"offload_params": True},

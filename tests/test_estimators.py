@@ -25,6 +25,12 @@ from lcplan.estimators._item import ITEMS, Item, item
 T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
 SHAPE = {"tokens": T, "heads": HEADS, "kv_heads": KV, "head_dim": D}
 EVEN = SHAPE | {"kv_heads": HEADS}
+CHOSEN = {"tokens": T, "hidden_size": H, "experts_per_token": 3}
+EXPERTS = CHOSEN | {"expert_size": 24}
+SCORES = {
+    "tokens": T, "row_tokens": T, "heads": HEADS, "repeated_heads": HEADS, "head_dim": D, "soft_capped": False,
+    "sinks": False,
+}  # fmt: skip
 MLP = {"tokens": T, "hidden_size": H, "intermediate_size": INNER}
 NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "frozen": False}
 
@@ -74,8 +80,12 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (activations.norms(**NORMS | {"frozen": True}, float32=False, wide=False), 2 * 164 * 7),
         (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=False), 2 * 244 * 7),
         (activations.closing_norms(tokens=T, hidden_size=H, num_norms=2, wide=True), 2 * 324 * 7),
-        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=False), 18 * 40 * 7),
-        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=True), 16 * 40 * 7),
+        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=False, float32=False), 18 * 40 * 7),
+        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=True, float32=False), 16 * 40 * 7),
+        (activations.closing_norm_backward(tokens=T, hidden_size=H, wide=True, float32=True), 12 * 40 * 7),
+        (activations.feeding_norm_backward(tokens=T, hidden_size=H), 24 * 40 * 7),
+        (loss_head.final_norm_forward(tokens=T, hidden_size=H, wide=False), 16 * 40 * 7),
+        (loss_head.final_norm_forward(tokens=T, hidden_size=H, wide=True), 18 * 40 * 7),
         (activations.residual(tokens=T, hidden_size=H, dtype_bytes=4, copies=2), 2240),
         (activations.mlp_saved(tokens=T, intermediate_size=INNER, frozen=False), 6272),
         (activations.mlp_saved(tokens=T, intermediate_size=INNER, frozen=True), 4704),
@@ -97,7 +107,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=2, allgather=False), 2 * 192 * 7),
         (attention.ring_backward(first_rank=True, **SHAPE), (8 * 96 + 28 * 48 + 3 * 96 + 4 * 48 + 24 + 4 * 96) * 7),
         (attention.ring_backward(first_rank=False, **SHAPE), (8 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7),
-        (attention.ring_backward(first_rank=True, **EVEN), (36 * 96 + 7 * 96 + 24) * 7),
+        (attention.ring_backward(first_rank=True, **EVEN), (12 * 96 + 32 * 96) * 7),
         (attention.ring_backward(first_rank=False, **EVEN), (36 * 96 + 8 * 96 + 24) * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=False), 244 * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=True, frozen=False), 324 * 7),
@@ -127,7 +137,26 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (lora.down_forward(**MLP, wide=False, dropout=True), (224 + 320) * 7),
         (moe.router(tokens=T, num_experts=12, experts_per_token=3), (48 + 102) * 7),
         (moe.experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 192) * 7),
-        (moe.backward(tokens=T, hidden_size=H, experts_per_token=3, weight_bytes=2), 3 * (240 + 32) * 7),
+        (moe.backward(**CHOSEN, weight_bytes=2, recomputed=True), 3 * (240 + 32) * 7),
+        (moe.backward(**CHOSEN, weight_bytes=4, recomputed=True), 3 * (480 + 32) * 7),
+        (moe.backward(**CHOSEN, weight_bytes=4, recomputed=False), 3 * (560 + 32) * 7),
+        (moe.biased_experts(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 336) * 7),
+        (moe.biased_gate_forward(tokens=T, experts_per_token=3, expert_size=24), 3 * 144 * 7),
+        (moe.biased_output_forward(tokens=T, hidden_size=H, experts_per_token=3), 3 * 240 * 7),
+        (moe.gate_backward(**EXPERTS, biased=False), 3 * (80 + 288) * 7),
+        (moe.gate_backward(**EXPERTS, biased=True), 3 * (80 + 432) * 7),
+        (attention.flash_backward(row_tokens=T, **SHAPE), (4 * 96 + 4 * 48 + 4 * 96) * 7 + 4 * 6 * 33 * 128),
+        (attention.flash_backward(row_tokens=T, **EVEN), (4 * 96 + 4 * 96) * 7 + 4 * 6 * 33 * 128),
+        (attention.masks(tokens=14, row_tokens=7, num_masks=2, element_bytes=2), 2 * 2 * 2 * 49),
+        (attention.masked_saved(tokens=T, row_tokens=T, heads=6, repeated_heads=6, head_dim=16), (768 + 24 + 14) * 7),
+        (attention.masked_saved(tokens=T, row_tokens=T, heads=6, repeated_heads=1, head_dim=16), (448 + 24 + 14) * 7),
+        (attention.masked_backward(tokens=T, heads=6, head_dim=16), (1152 + 24) * 7),
+        (attention.eager_saved(**SCORES), (6 * 42 + 768) * 7),
+        (attention.eager_saved(**SCORES | {"soft_capped": True}), (6 * 56 + 768) * 7),
+        (attention.eager_saved(**SCORES | {"sinks": True}), (6 * (16 + 8) + 768) * 7),
+        (attention.eager_backward(**SCORES), (6 * 112 + 576) * 7),
+        (attention.eager_backward(**SCORES | {"soft_capped": True}), (6 * 126 + 576) * 7),
+        (attention.eager_backward(**SCORES | {"sinks": True}), (6 * (64 + 8) + 576) * 7),
         (moe.gate_up_backward(tokens=T, hidden_size=H, experts_per_token=3, expert_size=24), 3 * (160 + 96) * 7),
         (moe.router_gradients(tokens=T, num_experts=12, num_layers=5), 2 * 12 * 7 * 5),
         (gradients.all_reduce_input(num_parameters=1001, ranks=8), 251),

@@ -10,7 +10,7 @@ from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import formula
 from lcplan.hardware import load_gpu
-from lcplan.ledger import MemoryReport
+from lcplan.ledger import PHASE_HELP, MemoryReport
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
 from tests.conftest import plan_of, tiny_spec
@@ -96,12 +96,22 @@ REFUSED: dict[str, dict[str, Any]] = {
     "lora-r 8 with --activation-checkpointing none": {"lora_r": 8, "activation_checkpointing": "none"},
     "lora-r 8 with --dtype float32": {"lora_r": 8, "dtype": "float32"},
     "lora-r 8 with --optim sgd": {"lora_r": 8, "optim": "sgd"},
-    "attn-implementation": {"attn_implementation": "eager"},
+    "eager, padding, or a sliding window. with --dtype float32": {"attn_implementation": "eager", "dtype": "float32"},
+    "materialised attention mask.* with --lora-r 8": {"attn_implementation": "eager", "lora_r": 8},
+    "materialised attention mask.* with --offload-activations": {
+        "attn_implementation": "eager",
+        "offload_activations": True,
+    },
     "optim sgd with --offload-params": {"optim": "sgd", "num_gpus": 2, "offload_params": True},
     "loss chunked-256 with --backend fsdp2": {"loss": "chunked-256", "num_gpus": 2},
     "loss chunked-256 with --dtype float32": {"loss": "chunked-256", "dtype": "float32"},
     "lora-r 8 with --no-reshard-after-forward": {"lora_r": 8, "num_gpus": 2, "reshard_after_forward": False},
-    "padding": {"padding": True},
+    "padding with --attn-implementation flash_attention_2": {
+        "padding": True,
+        "attn_implementation": "flash_attention_2",
+    },
+    "padding with --backend fsdp2 and --cp-size 1": {"padding": True, "num_gpus": 2},
+    "a sliding window. with --activation-offloading": {"padding": True, "activation_offloading": True},
     "packing": {"packing": True},
     "loss full": {"loss": "full", "dtype": "float32"},
 }
@@ -119,13 +129,16 @@ def test_a_frozen_table_shared_under_fsdp2_is_refused_by_name() -> None:
 
 
 def test_families_and_layers_without_measurements_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="gemma3"):
-        peak(load_model("google/gemma-3-4b-pt"), max_length=256)
+    with pytest.raises(PlanError, match="gemma3 with more than one GPU"):
+        peak(load_model("google/gemma-3-4b-pt"), max_length=256, num_gpus=2)
     sliding = tiny_spec(use_sliding_window=True, sliding_window=64, max_window_layers=2)
-    with pytest.raises(PlanError, match="not full attention"):
-        peak(sliding, max_length=256)
-    with pytest.raises(PlanError, match="olmo2 with --dtype float32"):
-        peak(load_model("allenai/OLMo-2-1124-7B"), max_length=256, dtype="float32")
+    with pytest.raises(PlanError, match="sliding window. with --activation-checkpointing selective"):
+        peak(sliding, max_length=256, activation_checkpointing="selective")
+    assert peak(sliding, max_length=63, activation_checkpointing="selective") > 0, "shorter than the window: no mask"
+    with pytest.raises(PlanError, match="phi3 with --attn-implementation flash_attention_2"):
+        peak(load_model("microsoft/phi-4"), max_length=256, attn_implementation="flash_attention_2")
+    with pytest.raises(PlanError, match="qwen3_moe with --dtype float32"):
+        peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, dtype="float32")
     with pytest.raises(PlanError, match="qwen3_moe with --cp-size 2"):
         peak(load_model("Qwen/Qwen3-30B-A3B"), max_length=256, num_gpus=2, cp_size=2)
     with pytest.raises(PlanError, match="qwen3_moe with --backend fsdp2"):
@@ -242,6 +255,78 @@ def test_every_covered_family_estimates(name: str) -> None:
     assert peak(spec, max_length=2048) > 8 * spec.num_parameters
 
 
+def short(name: str, num_layers: int) -> ModelSpec:
+    spec = load_model(name)
+    return ModelSpec.from_config({**spec.config, "num_hidden_layers": num_layers}, spec.id)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "given", "on_h200"),
+    [
+        ("Qwen/Qwen3-0.6B", 4, {"max_length": 4096, "attn_implementation": "eager"}, 6_314_128_908),
+        ("meta-llama/Llama-3.2-1B", 6, {"max_length": 8192, "attn_implementation": "eager"}, 39_873_688_064),
+        ("Qwen/Qwen3-4B", 4, {"max_length": 32_768, "attn_implementation": "flash_attention_2"}, 13_464_716_860),
+        (
+            "meta-llama/Llama-3.2-1B",
+            6,
+            {"max_length": 32_768, "attn_implementation": "flash_attention_2"},
+            9_975_561_292,
+        ),
+        (
+            "Qwen/Qwen3-0.6B",
+            4,
+            {"max_length": 16_384, "attn_implementation": "flash_attention_2", "activation_checkpointing": "none"},
+            7_532_815_872,
+        ),
+    ],
+)
+def test_eager_and_flash_attention_against_an_h200(
+    name: str, num_layers: int, given: dict[str, Any], on_h200: int
+) -> None:
+    """Peaks on an H200; flash_attention_2 ran over torch's own FlashAttention-2 kernels."""
+    assert peak(short(name, num_layers), **given) == pytest.approx(on_h200, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "on_h200"),
+    [("Qwen/Qwen3-4B", 4, 10_735_639_612), ("meta-llama/Llama-3.2-1B", 6, 7_169_444_940)],
+)
+def test_flash_attentions_own_backward_against_an_h200(name: str, num_layers: int, on_h200: int) -> None:
+    """Replayed from the allocator's history: the largest instant inside the last layer's attention backward."""
+    spec = short(name, num_layers)
+    totals = formula.instants(spec, plan_of(spec, max_length=32_768, attn_implementation="flash_attention_2")).totals()
+    assert totals[f"backward[{num_layers - 1}].attention"] == pytest.approx(on_h200, rel=1e-5)
+
+
+def test_each_kind_of_layer_can_be_the_peak() -> None:
+    """One full layer in the middle of sliding ones, whose masks make them larger: both kinds have a phase."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+    spec = tiny_spec(use_sliding_window=True, sliding_window=64, layer_types=kinds)
+    phases = formula.instants(spec, plan_of(spec, max_length=4096)).phases
+    full, sliding = phases["backward[1].attention"], phases["backward[4].attention"]
+    assert full["attention.masks"] == sliding["attention.masks"] == 4096 * 4096
+    assert full["attention.backward"] == (8 * 96 + 4 * 48 + 24 + 4 * 96) * 4096
+    assert sliding["attention.masked_backward"] == (12 * 96 + 24) * 4096
+    assert sliding["attention.masked_saved"] == (8 * 96 + 24 + 2 * 4096) * 4096
+    last = formula.instants(spec, plan_of(spec, max_length=4096)).phases["backward.embedding"]
+    assert "attention.masks" not in last
+
+
+def test_every_instant_has_words() -> None:
+    names = {
+        phase.split("]")[-1]
+        for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "allenai/OLMo-2-1124-7B")
+        for lora_r in (None, 8)
+        if not (lora_r and name != "Qwen/Qwen3-8B")
+        for phase in formula.instants(
+            load_model(name), plan_of(load_model(name), max_length=1024, lora_r=lora_r)
+        ).phases
+        if "[" in phase
+    }
+    assert len(names) >= 8
+    assert all(f"backward[i]{name}" in PHASE_HELP for name in names)
+
+
 levers = st.fixed_dictionaries(
     {
         "activation_checkpointing": st.sampled_from(["full", "none"]),
@@ -282,6 +367,52 @@ def test_more_layers_or_sequences_never_lower_the_peak(shape: Any, lever: Any, l
     assert base <= peak(deeper, max_length=length, **lever)
     wider = lever | {"per_device_train_batch_size": lever["per_device_train_batch_size"] + 1}
     assert base <= peak(spec, max_length=length, **wider)
+
+
+families = st.sampled_from(
+    [
+        {"model_type": "gemma2", "sliding_window": 512},
+        {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 3},
+        {"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "mistral", "sliding_window": 512},
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+         "decoder_sparse_step": 2},
+    ]
+)  # fmt: skip
+kinds_of_levers = st.fixed_dictionaries(
+    {
+        "activation_checkpointing": st.sampled_from(["full", "none"]),
+        "per_device_train_batch_size": st.integers(1, 3),
+        "attn_implementation": st.sampled_from([None, "eager"]),
+    }
+)
+
+
+@many
+@given(shapes, families, kinds_of_levers, lengths, lengths)
+def test_layers_of_several_kinds_grow_with_tokens_and_sequences(
+    shape: Any, family: Any, lever: Any, one: int, more: int
+) -> None:
+    spec = tiny_spec(**shape | family)
+    base = peak(spec, max_length=one, **lever)
+    assert base <= peak(spec, max_length=one + more, **lever)
+    wider = lever | {"per_device_train_batch_size": lever["per_device_train_batch_size"] + 1}
+    assert base <= peak(spec, max_length=one, **wider)
+
+
+@many
+@given(shapes, families, kinds_of_levers, lengths)
+def test_no_other_layer_holds_more_than_those_looked_at(shape: Any, family: Any, lever: Any, length: int) -> None:
+    """Every layer of a deep model with layers of several kinds, against the few that can be its peak."""
+    spec = tiny_spec(**shape | family | {"num_hidden_layers": 9})
+    plan = plan_of(spec, max_length=length, **lever)
+    step = formula.Step(spec, plan, 0)
+    everywhere = {
+        index: max(sum(step.backward(index, instant).values()) for instant in step.own_instants(index))
+        for index in range(9)
+    }
+    assert max(everywhere.values()) == max(everywhere[index] for index in step.layers_that_can_peak())
 
 
 @many

@@ -22,7 +22,7 @@ from lcplan.model_spec import ModelSpec
 from lcplan.presets import list_presets, load_preset
 from lcplan.train_plan import TrainPlan
 
-FILES = {"train.py", "model.py", "data.py", "checks.py", "measure.py", "plan.json", "accelerate.yaml", "README.md"}
+FILES = {*job.SCRIPTS, "plan.json", "accelerate.yaml", "README.md"}
 ROPE = RopeParameters(rope_type="yarn", factor=32, rope_theta=1e6, original_max_position_embeddings=32768)
 TEMPLATES = Path(job.__file__).parent / "templates"
 

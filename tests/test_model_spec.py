@@ -36,6 +36,7 @@ VISION = {
     "image_size": 28,
     "vision_use_head": False,
 }
+NEED_HEAD_DIM = ("hunyuan_v1_dense", "ministral")
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 
 
@@ -83,6 +84,15 @@ def spec_of(model_type, **changes):
         ("glm4", 3840 + 60 + 2 * 20, 3744, 4 * 24),
         ("qwen3_moe", 3840 + 2 * 10, 5 * (3 * 24 * 14 + 24), 48),  # five experts with a router row each
         ("mixtral", 3840, 5 * (3744 + 24), 48),
+        ("smollm3", 3840, 3744, 48),
+        ("granite", 3840, 3744, 48),
+        ("ernie4_5", 3840, 3744, 48),
+        ("hunyuan_v1_dense", 3840 + 2 * 10, 3744, 48),
+        ("ministral", 3840, 3744, 48),
+        ("gemma", 3840, 3744, 48),
+        ("glm", 3840 + 60 + 2 * 20, 3744, 48),
+        ("olmo3", 3840 + 60 + 20, 3744, 48),
+        ("exaone4", 3840 + 2 * 10, 3744, 48),
         # biases on q, k, v, o and a sink per head; biases in experts and router
         ("gpt_oss", 3840 + 60 + 2 * 20 + 24 + 6, 5 * (3744 + 2 * 52 + 24 + 24 + 1), 48),
     ],
@@ -93,7 +103,7 @@ def test_parameters_of_a_layer(model_type, attention, mlp, norms):
     assert len(spec.layers) == len(spec.layer_types) == 3
     assert spec.embedding_parameters == 97 * 24
     assert spec.final_norm_parameters == 24
-    tied = model_type.startswith("gemma")
+    tied = model_type.startswith("gemma") or model_type in ("smollm3", "ernie4_5")
     assert spec.tie_word_embeddings is tied
     assert spec.lm_head_parameters == (0 if tied else 97 * 24)
     assert spec.other_parameters == (7240 if model_type == "gemma3" else 0)
@@ -114,6 +124,19 @@ def test_vision_tower_by_hand():
     with_head["vision_config"] = {key: value for key, value in VISION.items() if key != "vision_use_head"}
     pooling = 16 + attention + mlp + norm
     assert ModelSpec.from_config(with_head, "tiny").other_parameters == 7240 + pooling
+
+
+@pytest.mark.parametrize("model_type", NEED_HEAD_DIM)
+def test_head_dim_where_transformers_has_no_default(model_type):
+    with pytest.raises(ModelError, match="head_dim is missing"):
+        spec_of(model_type, head_dim=...)
+
+
+@pytest.mark.parametrize(("model_type", "key"), [("smollm3", "use_sliding_window"), ("ernie4_5", "use_bias")])
+def test_variants_of_a_family_that_are_not_counted(model_type, key):
+    assert spec_of(model_type, **{key: False}).model_type == model_type
+    with pytest.raises(ModelError, match=f"{key} is set"):
+        spec_of(model_type, **{key: True})
 
 
 def test_llama_biases():
@@ -584,7 +607,7 @@ def test_catalog_models_equal_transformers(id):
     ("model_type", "changes"),
     [
         *((model_type, {}) for model_type in KNOWN_FAMILIES),
-        *((model_type, {"head_dim": ...}) for model_type in KNOWN_FAMILIES),
+        *((model_type, {"head_dim": ...}) for model_type in KNOWN_FAMILIES if model_type not in NEED_HEAD_DIM),
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("mistral", {"attention_bias": True, "sliding_window": None}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "attention_bias": False}),
@@ -614,6 +637,15 @@ def test_catalog_models_equal_transformers(id):
         ("olmo2", {"attention_bias": True}),
         ("glm4", {"attention_bias": False}),
         ("mixtral", {"sliding_window": 9}),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+        ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("hunyuan_v1_dense", {"attention_bias": True}),
+        ("ministral", {"sliding_window": None}),
+        ("ministral", {"layer_types": [FULL, SLIDES, FULL], "sliding_window": 9}),
+        ("gemma", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("glm", {"attention_bias": False, "partial_rotary_factor": 1.0}),
+        ("olmo3", {"attention_bias": True, "num_hidden_layers": 5}),
+        ("exaone4", {"sliding_window_pattern": 2, "num_hidden_layers": 5}),
         (
             "llama",
             {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},

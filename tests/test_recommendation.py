@@ -86,8 +86,8 @@ def test_a_goal_without_a_legal_plan_says_why() -> None:
     goal = Goal(max_length=2**20 + 1, gpu="h200", num_gpus=4, fixed={"cp_size": 4})
     with pytest.raises(PlanError, match="multiple of 8"):
         recommend(load_model("Qwen/Qwen3-8B"), goal, load_gpu("h200"))
-    with pytest.raises(PlanError, match="gemma3"):
-        ask(load_model("google/gemma-3-4b-pt"), load_gpu("h200"), max_length=1024)
+    with pytest.raises(PlanError, match="qwen3_moe with --cp-size 2"):
+        ask(load_model("Qwen/Qwen3-30B-A3B"), load_gpu("h200"), max_length=1024, num_gpus=2)
 
 
 def test_longest_where_nothing_fits() -> None:

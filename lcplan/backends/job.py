@@ -28,7 +28,7 @@ from lcplan.units import format_bytes
 SCHEMA_VERSION = 1
 COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
 """Starts the job from inside its folder."""
-SCRIPTS = ("train.py", "model.py", "data.py", "checks.py", "measure.py")
+SCRIPTS = ("train.py", "probe.py", "model.py", "data.py", "checks.py", "measure.py")
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 
@@ -89,6 +89,7 @@ def check_job(job: JobSpec) -> None:
         "--mlp-tile-size": plan.mlp_tile_size is not None,
         "--packing": plan.packing,
         "--padding": plan.padding,
+        "--per-device-eval-batch-size": plan.per_device_eval_batch_size is not None,
         "--freeze-embeddings": plan.freeze_embeddings,
         "--freeze-head": plan.freeze_head,
         "--scored-fraction": plan.scored_fraction < 1,

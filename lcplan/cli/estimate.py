@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from lcplan.ledger import MemoryReport
     from lcplan.units import ByteUnits
 
+METHODS = ("formula", "trace", "probe")
+FLAGS_OF = {
+    "rank": ("trace", "probe"),
+    "layers": ("trace", "probe"),
+    "capacity": ("probe",),
+    "output_dir": ("probe",),
+}
+"""Flags that not every method takes."""
+
 
 @with_plan_flags
 def command(
@@ -31,12 +41,24 @@ def command(
     preset: PresetOption = None,
     config: ConfigOption = None,
     method: Annotated[
-        str, typer.Option(help="How to obtain the report: formula, or trace (runs the modeling code on fake tensors).")
+        str,
+        typer.Option(
+            help="How to obtain the report: formula, trace (the training code on fake tensors), or probe (one step on "
+            "this machine's GPU)."
+        ),
     ] = "formula",
     explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
+    rank: Annotated[int | None, typer.Option(help="Rank to trace or probe.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers to trace or probe; the rest is extended.")] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Probe: memory of another GPU, such as 80GB, that the process must not exceed.")
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Probe: new folder that keeps the job and its record for check --add.")
+    ] = None,
     json: JsonOption = False,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -46,18 +68,20 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
-    from lcplan.estimation import estimate, estimate_by_trace
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
-    check_choice("--method", method, ("formula", "trace"))
+    check_choice("--method", method, METHODS)
     if compare_rules and explain is not None:
         raise InputError(
             "two-views", f"--compare-rules and --explain {explain} both replace the report. Give one of them."
         )
-    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code)
-    by_method = estimate if method == "formula" else estimate_by_trace
-    report = by_method(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    flags = {"rank": rank, "layers": layers, "capacity": capacity, "output_dir": output_dir}
+    asked = {name: value for name, value in flags.items() if value is not None}
+    _check_flags(method, asked)
+    traces = method == "trace"
+    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
+    report = _report(method, job, asked, units=size_units)
     if compare_rules:
         _print_rules(report, job, as_json=json, units=size_units)
     elif json:
@@ -67,6 +91,29 @@ def command(
     else:
         print_report(report, units=size_units)
     raise typer.Exit(0 if report.fits else 1)
+
+
+def _check_flags(method: str, asked: dict[str, Any]) -> None:
+    """Refuse flags of another method."""
+    if foreign := [name for name in asked if method not in FLAGS_OF[name]]:
+        named = ", ".join("--" + name.replace("_", "-") for name in foreign)
+        raise InputError(
+            "other-method",
+            f"{named} with --method {method}: use --method {' or '.join(FLAGS_OF[foreign[0]])}, or leave it out. "
+            "Formulas answer for the worst rank and all layers.",
+        )
+
+
+def _report(method: str, job: Job, asked: dict[str, Any], *, units: ByteUnits) -> MemoryReport:
+    from lcplan.estimation import estimate, estimate_by_trace
+
+    if method == "formula":
+        return estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
+    if method == "trace":
+        return estimate_by_trace(job.spec, job.plan, job.gpu, assumptions=job.assumptions, **asked)
+    from lcplan.cli.probe import probe_report
+
+    return probe_report(job, units=units, **asked)
 
 
 def _print_rules(report: MemoryReport, job: Job, *, as_json: bool, units: ByteUnits) -> None:

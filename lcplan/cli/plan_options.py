@@ -15,7 +15,7 @@ import typer
 
 from lcplan.errors import InputError
 from lcplan.hardware import GpuSpec, load_gpu
-from lcplan.model_loading import load_model
+from lcplan.model_loading import SpecReader, load_model
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
 from lcplan.units import parse_bytes, parse_count
@@ -34,6 +34,7 @@ def _option(help: str, *names: str) -> Any:
 def _plan_flags(
     max_length: Annotated[str | None, _option("Tokens of one sequence: 1048576, 1Mi (2^20) or 1M (10^6).")] = None,
     per_device_train_batch_size: Annotated[int | None, _option("Sequences a rank holds at once.")] = None,
+    per_device_eval_batch_size: Annotated[int | None, _option("Sequences a rank evaluates at once.")] = None,
     gradient_accumulation_steps: Annotated[int | None, _option("Micro steps before an optimizer step.")] = None,
     gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
     num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,
@@ -144,14 +145,17 @@ def read_job(
     given: dict[str, Any],
     *,
     trust_remote_code: bool,
+    any_architecture: bool = False,
 ) -> Job:
     """Preset or config file, then flags, resolved once.
+
+    With ``any_architecture`` transformers is asked for a model that lcplan's own table lacks.
 
     Raises:
         LcplanError: for anything that cannot be used.
     """
     base = read_base(model, preset, config)
-    spec = read_spec(model, base, trust_remote_code=trust_remote_code)
+    spec = read_spec(model, base, trust_remote_code=trust_remote_code, any_architecture=any_architecture)
     values = (dict(base.plan) if base else {}) | given
     gpu = values.get("gpu")
     if base is not None and gpu == base.device == "cpu":
@@ -186,12 +190,22 @@ def read_base(model: str | None, preset: str | None, config: Path | None) -> Pre
     return None
 
 
-def read_spec(model: str | None, base: Preset | None, *, trust_remote_code: bool) -> ModelSpec:
+def read_spec(
+    model: str | None, base: Preset | None, *, trust_remote_code: bool, any_architecture: bool = False
+) -> ModelSpec:
     """The model named on the command line, or the preset's."""
+    read: SpecReader = ModelSpec.from_config
+    if any_architecture:
+        from lcplan.estimation import need_train_extra
+
+        need_train_extra("--method trace runs the training code")
+        from lcplan.tracing.spec_from_model import spec_of_config
+
+        read = spec_of_config
     if model is not None:
-        return load_model(model, trust_remote_code=trust_remote_code)
+        return load_model(model, trust_remote_code=trust_remote_code, read=read)
     if base is None:
         raise InputError("no-model", "No model is named. Give MODEL, --preset NAME or --config FILE.")
     if base.config is not None:
-        return ModelSpec.from_config(base.config, base.model)
-    return load_model(base.model, trust_remote_code=trust_remote_code)
+        return read(base.config, base.model)
+    return load_model(base.model, trust_remote_code=trust_remote_code, read=read)

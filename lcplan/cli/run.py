@@ -20,6 +20,7 @@ from lcplan.cli.plan_options import (
     with_plan_flags,
 )
 from lcplan.errors import InputError
+from lcplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from lcplan.presets import Preset
@@ -47,6 +48,11 @@ def command(
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; one pass if not given.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the weights and the order of the rows.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure one step on one GPU, as one rank of the job.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(help="Rank that the probe stands for.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="Memory of another GPU that the probe must not exceed.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Write the trained model.")] = True,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
@@ -64,6 +70,8 @@ def command(
     check_choice("--init", chosen_init, ("pretrained", "random"))
     if output_dir is None:
         raise InputError("no-output-dir", "No folder is named for the job. Add --output-dir FOLDER.")
+    if not probe and (rank is not None or capacity is not None):
+        raise InputError("probe-only", "--rank and --capacity are of a probe. Add --probe, or leave them out.")
     options = {"max_steps": max_steps, "learning_rate": learning_rate, "seed": seed}
     settings: dict[str, Any] = {
         "data": _data(data, text_column, base),
@@ -81,6 +89,9 @@ def command(
         tokenizer=tokenizer or (base.tokenizer.id if base and base.tokenizer else None),
         dry_run=dry_run,
         force=force,
+        probe=probe,
+        rank=rank or 0,
+        capacity_bytes=None if capacity is None else parse_bytes(capacity),
         units=size_units,
     )
     raise typer.Exit(code)

@@ -6,6 +6,7 @@ Letters: T tokens per rank, H hidden size, I intermediate size, d head_dim, b by
 from __future__ import annotations
 
 from lcplan.estimators._item import item
+from lcplan.estimators.weights import FP32_BYTES
 
 INT64_BYTES = 8
 """torch.int64.itemsize; token ids, labels, masks and positions are int64."""
@@ -124,19 +125,35 @@ def closing_norms(*, tokens: int, hidden_size: int, num_norms: int, wide: bool) 
 
 
 @item("activations.closing_norm_backward", "temporary")
-def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool) -> int:
+def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool, float32: bool) -> int:
     """Backward of the norm behind the MLP, while everything the layer saved is still there.
 
-    Five float32 tensors are alive; the saved normed value is gone.
+    Five float32 tensors are alive; the saved normed value is gone. In float32 training the first of them is the
+    incoming gradient itself.
 
-    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``
+    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``; float32: ``4*H*T`` less
     Live in: backward of a layer's closing norm
     Rounding: exact
     Ignores: nothing
     Source: autograd of pow, mean, rsqrt, mul; allocator traces of GLM-4 and OLMo 2
     Confidence: exact
     """
-    return (16 if wide else 18) * hidden_size * tokens
+    width = 16 if wide else 18
+    return (width - FP32_BYTES if float32 else width) * hidden_size * tokens
+
+
+@item("activations.feeding_norm_backward", "temporary")
+def feeding_norm_backward(*, tokens: int, hidden_size: int) -> int:
+    """Backward of the norm before the experts: its saved float32 input and five float32 tensors more.
+
+    Formula: ``24*H*T``
+    Live in: backward of a layer with experts, when all their gradients exist (narrow experts, short sequences)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: autograd of pow, mean, rsqrt, mul; trace of Qwen3-MoE with narrow experts
+    Confidence: exact
+    """
+    return 6 * FP32_BYTES * hidden_size * tokens
 
 
 @item("activations.residual", "activation")

@@ -7,6 +7,12 @@ All sizes are bf16 (2 bytes) unless the formula says float32. Backward kernel: c
 from __future__ import annotations
 
 from lcplan.estimators._item import item
+from lcplan.estimators.activations import INT64_BYTES
+
+FLASH_ROWS = 128
+"""Tokens to which FlashAttention-2 rounds a sequence: flash_api.cpp seqlen_q_rounded."""
+FLASH_COLUMNS = 32
+"""Columns to which it rounds a head of up to 128, and 192 and 256 are multiples: flash_api.cpp head_size_rounded."""
 
 
 @item("attention.qk_norm", "activation")
@@ -101,6 +107,115 @@ def backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     return (8 * heads * head_dim + 4 * kv_heads * head_dim + 4 * heads + expanded) * tokens
 
 
+@item("attention.flash_backward", "temporary")
+def flash_backward(*, tokens: int, row_tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """FlashAttention-2's own backward: dO, dQ, dK, dV, float32 dQ accumulator and row sums in padded blocks.
+
+    A sequence is rounded up to 128 tokens and a head to 32 columns, T' and d'; dK and dV are at all heads if k < h.
+
+    Formula: ``(4*h*d + 4*k*d)*T + 4*h*(d' + 1)*T'``; ``+ 4*h*d*T`` if k < h
+    Live in: backward of a layer's attention (flash_attention_2)
+    Rounding: exact
+    Ignores: the deterministic backward, which has one accumulator a block of keys
+    Source: allocator histories of Qwen3-4B and Llama-3.2-1B (32,768 tokens, H200), whose path ran over torch's own
+        FlashAttention-2 kernels; the rounding from flash_api.cpp mha_bwd
+    Confidence: exact
+    """
+    padded_tokens = tokens // row_tokens * (-(-row_tokens // FLASH_ROWS) * FLASH_ROWS)
+    padded_dim = -(-head_dim // FLASH_COLUMNS) * FLASH_COLUMNS
+    expanded = 4 * heads * head_dim if kv_heads < heads else 0
+    kept = (4 * heads * head_dim + 4 * kv_heads * head_dim + expanded) * tokens
+    return kept + 4 * heads * (padded_dim + 1) * padded_tokens
+
+
+@item("attention.masks", "input")
+def masks(*, tokens: int, row_tokens: int, num_masks: int, element_bytes: int) -> int:
+    """Materialised masks, held by the checkpointed layers that take them: bool for sdpa, bf16 for eager attention.
+
+    sdpa has one where a layer slides and a sequence is at least as long as its window; eager attention has one for each
+    kind of layer.
+
+    Formula: ``b*T*L*masks``
+    Live in: forward; loss and backward while a checkpointed layer that takes it is left
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 masking_utils.py sdpa_mask, eager_mask; traces of Gemma 2, Gemma 3 and gpt-oss
+    Confidence: exact
+    """
+    return num_masks * element_bytes * tokens * row_tokens
+
+
+@item("attention.masked_saved", "activation")
+def masked_saved(*, tokens: int, row_tokens: int, heads: int, repeated_heads: int, head_dim: int) -> int:
+    """What sdpa saves with a mask: query, key and value at all heads, output, row sums, the mask as bf16 bias.
+
+    A single key/value head is repeated without a copy: r is 1 then, else h.
+
+    Formula: ``(4*h*d + 4*r*d + 4*h + 2*L)*T``
+    Live in: backward of a sliding layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: padding of the bias where L is no multiple of 8
+    Source: transformers 5.24 sdpa_attention_forward (repeat_kv with a mask); torch convert_boolean_attn_mask; trace
+    Confidence: exact
+    """
+    return (4 * (heads + repeated_heads) * head_dim + 4 * heads + 2 * row_tokens) * tokens
+
+
+@item("attention.masked_backward", "temporary")
+def masked_backward(*, tokens: int, heads: int, head_dim: int) -> int:
+    """sdpa's backward with a mask: dO, dQ, dK, dV at all heads, float32 dQ accumulator, row sums.
+
+    Formula: ``(12*h*d + 4*h)*T``
+    Live in: backward of a sliding layer's attention
+    Rounding: exact
+    Ignores: nothing
+    Source: torch 2.11-2.13 _scaled_dot_product_efficient_attention_backward, cuDNN's with a bias
+    Confidence: modelled
+    """
+    return (12 * heads * head_dim + 4 * heads) * tokens
+
+
+@item("attention.eager_saved", "activation")
+def eager_saved(
+    *, tokens: int, row_tokens: int, heads: int, repeated_heads: int, head_dim: int, soft_capped: bool, sinks: bool
+) -> int:
+    """What eager attention saves: probabilities in float32 and bf16, query, key and value at all heads, output.
+
+    Soft-capped scores are saved as well (Gemma 2). With sinks (gpt-oss) there is one more column, probabilities are
+    bf16 alone, and the position of each row's largest score is kept. r is h, or 1 where a single key/value head is
+    repeated without a copy.
+
+    Formula: ``(6*h*L + 4*h*d + 4*r*d)*T``; soft-capped: ``+ 2*h*L*T``; sinks: ``2*h*(L + 1) + 8*h`` for ``6*h*L``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 eager_attention_forward of Llama, Gemma 2 and gpt-oss; traces; H200 histories of the three
+    Confidence: exact
+    """
+    scores = 2 * (row_tokens + 1) + INT64_BYTES if sinks else (8 if soft_capped else 6) * row_tokens
+    return (heads * scores + 4 * (heads + repeated_heads) * head_dim) * tokens
+
+
+@item("attention.eager_backward", "temporary")
+def eager_backward(
+    *, tokens: int, row_tokens: int, heads: int, repeated_heads: int, head_dim: int, soft_capped: bool, sinks: bool
+) -> int:
+    """Backward of eager attention's softmax: probabilities, their gradient, the scores' gradient and their product.
+
+    All four are float32, with sinks bf16 and one column wider. Query, keys at all heads and dV are there; values,
+    output and the bf16 probabilities are gone.
+
+    Formula: ``(16*h*L + 4*h*d + 2*r*d)*T``; soft-capped: ``+ 2*h*L*T``; sinks: ``8*h*(L + 1) + 8*h`` for ``16*h*L``
+    Live in: backward of a layer's attention (eager)
+    Rounding: exact
+    Ignores: lengths below head_dim, where another instant of the same backward is larger
+    Source: aten/src/ATen/native/cuda/SoftMax.cu (the product); H200 histories of Qwen3, Gemma 2 and gpt-oss
+    Confidence: exact
+    """
+    scores = 8 * (row_tokens + 1) + INT64_BYTES if sinks else (18 if soft_capped else 16) * row_tokens
+    return (heads * scores + (4 * heads + 2 * repeated_heads) * head_dim) * tokens
+
+
 @item("attention.ring_gathered_kv", "all_gather")
 def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int, allgather: bool) -> int:
     """Keys and values of other ranks, and the own pair packed for sending.
@@ -123,20 +238,25 @@ def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, firs
     Alive a token: dO 2hd, accumulators 4hd + 8kd, the first step's results 2hd + 4kd, gradients in transit 16kd. This
     step adds on rank 0, where half the queries meet all keys, results hd + 4kd and scratch 2hd + 2h + 2h, and 4hd
     if k < h; on the others, where all queries meet half the keys, results 2hd + 2kd and scratch 4hd + 4h, and 2hd
-    if k < h.
+    if k < h. On rank 0 with k = h the end of the first step is larger: contiguous keys and values 4kd are still there,
+    and the query gradients are summed into a new 4hd.
 
-    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch
+    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch;
+        rank 0 with k = h: ``(12*h*d + 32*k*d)*T``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: forward merges, which are always smaller
-    Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033
+    Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033;
+        history of OLMo 2 with cp 4
     Confidence: exact
     """
     query, key = heads * head_dim, kv_heads * head_dim
     grouped = kv_heads < heads
     common = 2 * query + 4 * query + 8 * key + 2 * query + 4 * key + 16 * key
+    if first_rank and not grouped:
+        return (12 * query + 32 * key) * tokens
     if first_rank:
-        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + (4 * query if grouped else 0)
+        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + 4 * query
     else:
         step = 2 * query + 2 * key + 4 * query + 4 * heads + (2 * query if grouped else 0)
     return (common + step) * tokens

@@ -31,10 +31,14 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     float32 = plan.dtype == "float32" and not fsdp
     selective = plan.activation_checkpointing == "selective"
     plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
+    # rows of an H200 hold these in float32 and under ring attention
+    measured = plain or spec.model_type in ("phi3", "olmo2")
+    dropout = spec.config.get("attention_dropout")
+    gemma = spec.model_type in ("gemma2", "gemma3", "gemma3_text")
+    lora = plan.lora_r is not None
+    masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        f"{spec.id} has layers that are not full attention": not spec.is_full_attention,
-        f"{spec.id} has some layers without experts": spec.moe is not None and bool(spec.moe.dense_layers),
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
@@ -46,10 +50,35 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         **_uncovered_lora(spec, plan, plain=plain),
         **_uncovered_deepspeed(spec, plan),
-        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
+        # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
+        f"{spec.model_type} with --attn-implementation flash_attention_2": (
+            plan.attn_implementation == "flash_attention_2" and spec.model_type in ("phi3", "glm4", "gpt_oss")
+        ),
+        **{
+            f"{spec.id}: a materialised attention mask (eager, padding, or a sliding window) with {what}": masked and on
+            for what, on in {
+                "--dtype float32": float32,
+                "--activation-checkpointing selective": selective,
+                "--offload-activations": plan.offload_activations,
+                "--activation-offloading": plan.activation_offloading,
+                f"--lora-r {plan.lora_r}": lora,
+            }.items()
+        },
+        **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
+        f"{spec.id} with attention_dropout {dropout}": bool(dropout),
+        "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
+        f"{spec.model_type} with more than one GPU": gemma and plan.num_gpus > 1,
         f"--optim {plan.optim} with --offload-params": plan.offload_params and not plan.optim.startswith("adamw_torch"),
         f"--loss chunked-256 with --backend {plan.backend}": plan.loss == "chunked-256" and fsdp,
-        "--padding": plan.padding,
+        "--padding with --attn-implementation flash_attention_2": (
+            plan.padding and plan.attn_implementation == "flash_attention_2"
+        ),
+        f"--padding with --backend {plan.backend} and --cp-size 1": (
+            plan.padding and plan.num_gpus > 1 and plan.cp_size == 1
+        ),
+        f"--padding with --cp-size {plan.cp_size} and {spec.model_type}": (
+            plan.padding and plan.cp_size > 1 and not plain
+        ),
         "--freeze-embeddings with --backend fsdp2 and one table for embedding and head": (
             plan.freeze_embeddings and fsdp and spec.tie_word_embeddings
         ),
@@ -59,12 +88,8 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
             plan.activation_offloading and plan.activation_checkpointing != "full"
         ),
         f"--loss {plan.loss} with --dtype float32": plan.loss != "chunked" and float32,
-        f"{spec.model_type} with --dtype float32": float32 and not plain,
-        f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not plain,
-        # formula and trace differ by 1.5% there, and no GPU has said which is right
-        "mixtral with --activation-checkpointing none": (
-            spec.model_type == "mixtral" and plan.activation_checkpointing == "none"
-        ),
+        f"{spec.model_type} with --dtype float32": float32 and not measured,
+        f"{spec.model_type} with --cp-size {plan.cp_size}": plan.cp_size > 1 and not measured,
         # torch 2.11 with transformers 5.24 stops at the first step: a view is modified in place
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
@@ -92,11 +117,38 @@ def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--freeze-embeddings": plan.freeze_embeddings,
         "--freeze-head": plan.freeze_head,
         "--activation-offloading": plan.activation_offloading,
+        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
+        "--padding": plan.padding,
+        "layers that are not full attention": not spec.is_full_attention,
+        f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
         "--zero-stage 1 and --offload-optimizer": plan.zero_stage == 1 and plan.offload_optimizer,
         f"--zero-stage {plan.zero_stage} and --sp-size {plan.sp_size}": plan.zero_stage != 3 and plan.sp_size > 1,
         "--offload-params without --offload-optimizer": plan.offload_params and not plan.offload_optimizer,
     }
     return {f"--backend deepspeed with {what}": present for what, present in also.items()}
+
+
+def _uncovered_evaluation(
+    spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool, float32: bool
+) -> dict[str, bool]:
+    rows = plan.per_device_eval_batch_size
+    also = {
+        spec.model_type: not plain,
+        "a materialised attention mask (eager, padding, or a sliding window)": masked,
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        "--dtype float32": float32,
+        f"--loss {plan.loss}": plan.loss != "chunked",
+        "--offload-params": plan.offload_params,
+        "--no-reshard-after-forward": not plan.reshard_after_forward,
+        "--backend ddp": plan.backend == "ddp",
+    }
+    asked = f"--per-device-eval-batch-size {rows} with"
+    return {f"{asked} {what}": rows is not None and present for what, present in also.items()}
+
+
+def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:
+    slides = spec.sliding_window is not None and plan.max_length >= spec.sliding_window
+    return plan.padding or plan.attn_implementation == "eager" or (plan.attn_implementation == "sdpa" and slides)
 
 
 def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:

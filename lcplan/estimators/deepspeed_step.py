@@ -196,10 +196,10 @@ class ZeroStep(Step):
         if name == order.FINAL_NORM:
             item = loss_head.final_norm
             own = {item.key: item(tokens=self.tokens, hidden_size=self.spec.hidden_size, float32=False, frozen=False)}
-            return merge(self.step_wide(), self.kept_by_layers(self.layers, running=False), own)
+            return merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False), own)
         index, _, module = name.partition(".")
-        alive = merge(self.step_wide(), self.kept_by_layers(int(index) + 1, running=True))
-        return merge(alive, gradient_hook(self.shape, module, hooked=self.stage == 3))
+        alive = merge(self.step_wide(int(index) + 1), self.kept_by_layers(int(index) + 1, running=True))
+        return merge(alive, gradient_hook(self.shapes[self.kinds[0]], module, hooked=self.stage == 3))
 
     # Phases
 
@@ -212,7 +212,7 @@ class ZeroStep(Step):
             "final_norm": merge(self.final_norm(), self.at(order.FINAL_NORM, after=order.FINAL_NORM)),
         }
         layers: dict[str, Alive] = {}
-        for instant in layer_instants(self.shape):
+        for instant in self.own_instants(0):  # all layers are alike
             every = {index: self.backward(index, instant) for index in reversed(range(self.layers))}
             worst = max(every, key=lambda index: sum(every[index].values()))
             for index in sorted({*self.layers_that_can_peak(), worst}, reverse=True):
@@ -267,7 +267,7 @@ def gradient_hook(shape: LayerShape, module: str, *, hooked: bool) -> Alive:
     """
     residual, saved_mlp = activations.residual, activations.mlp_saved
     size = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size, "dtype_bytes": weights.BF16_BYTES}
-    alive = saved(shape, shape.tokens)
+    alive = saved(shape)
     if module == "down_proj":
         return merge(alive, {residual.key: residual(copies=1, **size)})  # the product is gone, its gradient is there
     if module == "up_proj":

@@ -1,19 +1,24 @@
 """The formula method: which items are alive at which instant of a step.
 
-A step's memory rises and falls linearly from layer to layer, so its maximum is at one of the last or first decoder
-layers: the very last and first, those before them (FSDP2's prefetch and reduce-scatter buffers differ there), and with
-every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
+Between layers that are alike a step's memory differs by what the layers below keep and the gradients of those above, so
+of each kind of layer (sliding or full, experts or dense, checkpointed or not) one has the most. That one can be the
+peak, and so can the ends: the very last and first layer, those before them (FSDP2's prefetch and reduce-scatter buffers
+differ there), and with every n-th layer checkpointed the n at either end. Each instant of each such layer is one phase.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from lcplan.estimators import (
     activations,
     attention,
     deepspeed_order,
+    evaluation,
     gradients,
     host,
     lora,
@@ -24,11 +29,14 @@ from lcplan.estimators import (
     weights,
 )
 from lcplan.estimators.coverage import check_covered
-from lcplan.estimators.layer import TRAITS, Alive, LayerInstant, LayerShape, merge, saved
+from lcplan.estimators.layer import TRAITS, Alive, AttentionPath, LayerInstant, LayerShape, merge, saved, times
 from lcplan.estimators.layer import instants as layer_instants
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 from lcplan.units import ceil_div
+
+BOOL_BYTES = 1
+"""torch.bool.itemsize: one byte an element."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,17 @@ def _step(spec: ModelSpec, plan: TrainPlan, rank: int) -> Step:
     return ZeroStep(spec, plan, rank)
 
 
+class Kind(NamedTuple):
+    """What tells one decoder layer from another in what it keeps."""
+
+    mask: str | None
+    """The materialised mask it takes, by layer type."""
+    dense: bool
+    """A dense MLP among layers with experts."""
+    recomputed: bool
+    """Checkpointed."""
+
+
 class Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
@@ -75,11 +94,11 @@ class Step:
         adapters = lora.adapter_parameters(targets, plan.lora_r or 0)
         self.trains_embedding = not self.frozen and not plan.freeze_embeddings
         self.trains_head = not self.frozen and not plan.freeze_head
-        self.trainable_layer = adapters if self.frozen else spec.layers[0].total
+        self.trainable_layers = [adapters if self.frozen else layer.total for layer in spec.layers]
         self.trainable_head = 0 if self.frozen else spec.final_norm_parameters
         self.trainable_head += spec.vocab_size * spec.hidden_size if self.trains_head else 0
         self.trainable = (
-            adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters - self._frozen_tables()
+            adapters * spec.num_hidden_layers if self.frozen else spec.num_parameters - self._untrained_parameters()
         )
         self.compute_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
         self.trained_bytes = self.state_bytes
@@ -95,46 +114,102 @@ class Step:
         self.ring = plan.cp_size > 1
         self.accumulates = plan.gradient_accumulation_steps > 1
         self.holds_tied_head = self.tied and (self.fsdp or self.accumulates) and self.trains_head
-        self.shape = LayerShape(
-            spec=spec,
+        self.ring_copies_output = self.ring and rank < plan.cp_size - 1
+        self.first_rank = rank == 0
+        self.targets = targets
+        self.masks = [self._mask(kind) for kind in spec.layer_types]
+        dense = () if spec.moe is None else spec.moe.dense_layers
+        self.kinds: list[Kind] = [
+            Kind(self.masks[index], index in dense, self._checkpointed(index)) for index in range(self.layers)
+        ]
+        self.shapes = {kind: self._shape(kind, self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
+        self.saved = {kind: saved(shape) for kind, shape in self.shapes.items()}
+        self.instants = {kind: layer_instants(shape) for kind, shape in self.shapes.items()}
+        self.saves_input = self.shapes[self.kinds[0]].saves_input
+        # gradients of the layers above each, and of all
+        self.trainable_above = [0, *accumulate(reversed(self.trainable_layers))][::-1]
+
+    def _checkpointed(self, index: int) -> bool:
+        return self.every is not None and index % self.every == 0
+
+    def _mask(self, layer_type: str) -> str | None:
+        """The layer type whose materialised mask a layer takes; None where its kernel needs none."""
+        if self.plan.attn_implementation == "eager" or (self.plan.padding and not self.ring):
+            return layer_type
+        window = self.spec.sliding_window
+        slides = layer_type != "full_attention" and window is not None and self.plan.max_length >= window
+        return layer_type if slides and self.plan.attn_implementation == "sdpa" else None
+
+    def _shape(self, kind: Kind, index: int) -> LayerShape:
+        mask, dense, recomputed = kind
+        plan = self.plan
+        path: AttentionPath = "kernel"
+        if mask is not None:
+            path = "eager" if plan.attn_implementation == "eager" else "masked"
+        return LayerShape(
+            spec=self.spec,
+            parameters=self.spec.layers[index],
+            moe=None if dense else self.spec.moe,
+            attention=path,
+            flash=plan.attn_implementation == "flash_attention_2",
+            recomputed=recomputed,
             tokens=self.tokens,
+            row_tokens=plan.max_length,
             float32=self.float32,
             offloads_input=plan.offload_activations,
-            ring_copies_output=self.ring and rank < plan.cp_size - 1,
+            ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
-            first_rank=rank == 0,
+            first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
             sp_size=plan.sp_size,
             narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
             lora_dropout=plan.lora_dropout > 0,
             quantised=self.quantised,
-            lora_targets=targets,
+            lora_targets=self.targets,
         )
 
     def phases(self) -> dict[str, Alive]:
         """Items alive in each phase, in step order."""
         result = {"forward": self.forward(), "loss": self.loss(), "final_norm": self.final_norm()}
-        own = layer_instants(self.shape)
         for index in self.layers_that_can_peak():
-            for instant in own:
+            for instant in self.own_instants(index):
                 result[f"backward[{index}].{instant.name}"] = self.backward(index, instant)
         result["backward.embedding"] = self.embedding_backward()
         result["optimizer_step"] = self.optimizer_step()
+        result |= self.evaluation()
+        result["save"] = self.save()
         return result
 
-    def _frozen_tables(self) -> int:
-        """Parameters of embedding and head that are not trained although the layers are."""
+    def own_instants(self, index: int) -> tuple[LayerInstant, ...]:
+        """Those instants of a layer's backward that can be its largest."""
+        return self.instants[self.kinds[index]]
+
+    def _untrained_parameters(self) -> int:
+        """Parameters that are not trained although the layers are: frozen tables, a vision tower without pictures."""
         spec, plan = self.spec, self.plan
         embedding = spec.embedding_parameters if plan.freeze_embeddings else 0
-        return embedding + (spec.lm_head_parameters if plan.freeze_head else 0)
+        return spec.other_parameters + embedding + (spec.lm_head_parameters if plan.freeze_head else 0)
 
     def layers_that_can_peak(self) -> list[int]:
         """Indices of decoder layers, in the order of the backward pass."""
         near = max(self.every or 1, 1)
         last = self.layers - 1
         ends = {*range(max(last - near, 0), self.layers), *range(min(near, last) + 1)}
+        if len(self.shapes) > 1 or TRAITS[self.spec.model_type].rotary_by_layer_type:
+            ends.update(self._fullest_of_each_kind())
         return sorted(ends, reverse=True)
+
+    def _fullest_of_each_kind(self) -> list[int]:
+        """Of each kind of layer the one at whose backward there is most beside what the layer itself has."""
+        beside = [
+            sum(self._beside(index).values()) + self.gradient_bytes * self.trainable_above[index + 1]
+            for index in range(self.layers)
+        ]
+        return [
+            max((i for i, other in enumerate(self.kinds) if other == kind), key=beside.__getitem__)
+            for kind in self.shapes
+        ]
 
     # What is there all step long
 
@@ -195,7 +270,7 @@ class Step:
 
     def _paged_states(self, *, narrow: bool, wide: int) -> Alive:
         """What of paged states torch's allocator sees; base weights are all large enough to be paged."""
-        small = lora.small_adapter_parameters(self.shape.lora_targets, self.plan.lora_r or 0, optimizer.PAGED_FROM)
+        small = lora.small_adapter_parameters(self.targets, self.plan.lora_r or 0, optimizer.PAGED_FROM)
         small *= self.layers
         if not narrow:
             item = optimizer.adamw_states
@@ -206,8 +281,11 @@ class Step:
             scales.key: scales(num_parameters=self.trainable - wide - small),
         }
 
-    def step_wide(self) -> Alive:
-        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head."""
+    def step_wide(self, layers: int) -> Alive:
+        """States, and what the forward leaves for the whole step: positions, rotary tables, the tied head.
+
+        Rotary tables of a kind of layer go with the last of the ``layers`` still to run that use them.
+        """
         spec, plan = self.spec, self.plan
         rows = plan.per_device_train_batch_size
         alive = self.states()
@@ -217,13 +295,19 @@ class Step:
         else:
             alive[activations.positions.key] = activations.positions(tokens=self.tokens // rows)
         tables = activations.rotary_tables
+        traits = TRAITS[spec.model_type]
+        width = spec.head_dim * spec.rope.partial_rotary_factor / (2 if traits.half_rotary else 1)
         # FSDP2 casts what enters its units to bf16
-        wide = self.float32 or (TRAITS[spec.model_type].wide_rotary and not self.fsdp)
-        alive[tables.key] = tables(
+        wide = self.float32 or (traits.wide_rotary and not self.fsdp)
+        one = tables(
             tokens=self.tokens if self.ring else self.tokens // rows,
-            head_dim=round(spec.head_dim * spec.rope.partial_rotary_factor),
+            head_dim=round(width),
             dtype_bytes=weights.FP32_BYTES if wide else weights.BF16_BYTES,
         )
+        number = len(set(spec.layer_types[:layers])) if traits.rotary_by_layer_type else 1
+        if traits.interleaved_rotary and not any(kind.recomputed for kind in self.kinds[:layers]):
+            number = 0
+        alive[tables.key] = one * number
         if self.fsdp and self.tied:
             alive[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
         elif self.fsdp and not plan.reshard_after_forward:
@@ -234,13 +318,18 @@ class Step:
 
     def kept_by_layers(self, count: int, *, running: bool) -> Alive:
         """What the first ``count`` layers keep; with ``running`` the last of them runs backward and holds its own."""
-        every, below = self.every, count - 1 if running else count
-        checkpointed = 0 if every is None else -(-count // every)
-        whole = count - checkpointed
-        if running and (every is None or (count - 1) % every):
-            whole -= 1  # the running layer was not checkpointed: its own instant has what it saved
-        kept = saved(self.shape, self.tokens * whole) if whole else {}
-        if self.shape.saves_input:
+        below = count - 1 if running else count
+        kinds = self.kinds[:count]
+        checkpointed = sum(kind.recomputed for kind in kinds)
+        kept: Alive = {}
+        # the running layer's own instant has what it saved
+        for kind, number in Counter(kind for kind in kinds[:below] if not kind.recomputed).items():
+            kept = merge(kept, times(self.saved[kind], number))
+        kept = merge(kept, self._masks({kind.mask for kind in kinds if kind.recomputed}))
+        if self.ring and self.plan.padding and self.first_rank and checkpointed:
+            # the mask of the rank's own tokens is built and handed to every layer, though ring attention ignores it
+            kept = merge(kept, self._masks({"full_attention"}))
+        if self.saves_input:
             kept = merge(kept, self._inputs(count - checkpointed))
         # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
         on_gpu = checkpointed
@@ -253,11 +342,20 @@ class Step:
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
             kept[item.key] = outputs
-        if spec_moe := self.spec.moe:
+        if self.spec.moe is not None and self.spec.moe.has_router_loss:
             kept[moe.router_gradients.key] = moe.router_gradients(
-                tokens=self.tokens, num_experts=spec_moe.num_experts, num_layers=count
-            )
+                tokens=self.tokens, num_experts=self.spec.moe.num_experts,
+                num_layers=sum(not kind.dense for kind in kinds),
+            )  # fmt: skip
         return kept
+
+    def _masks(self, layer_types: set[str | None]) -> Alive:
+        """Materialised masks of the layer types named."""
+        item, eager = attention.masks, self.plan.attn_implementation == "eager"
+        number = len(layer_types - {None})
+        own_row = self.plan.max_length // self.plan.cp_size
+        size = {"tokens": self.tokens, "row_tokens": own_row, "num_masks": number}
+        return {item.key: item(element_bytes=weights.BF16_BYTES if eager else BOOL_BYTES, **size)}
 
     def _inputs(self, num_layers: int) -> Alive:
         item = activations.layer_inputs
@@ -308,10 +406,15 @@ class Step:
     def forward(self) -> Alive:
         """MLP of the last layer in the forward pass."""
         spec = self.spec
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive |= self._masks(set(self.masks))
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
-        if self.every is not None and spec.moe is None:
+        if not self.kinds[-1].recomputed and not self.float32:
+            norm = loss_head.final_norm_forward
+            wide = TRAITS[spec.model_type].wide_norms
+            alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
+        elif self.every is not None and spec.moe is None:
             alive[activations.mlp_forward.key] = activations.mlp_forward(
                 tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
             )
@@ -323,7 +426,7 @@ class Step:
         """Backward of the loss head."""
         spec, float32 = self.spec, self.float32
         hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen)
@@ -349,7 +452,8 @@ class Step:
     def final_norm(self) -> Alive:
         """Backward of the final norm, when the head's gradient is there."""
         spec, norm = self.spec, loss_head.final_norm_backward
-        alive = merge(self.step_wide(), self.kept_by_layers(self.layers, running=False), self._autocast_of(self.layers))
+        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
+        alive = merge(alive, self._autocast_of(self.layers))
         alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
         if self.fsdp:
             alive |= self._gathered_after_forward()
@@ -358,18 +462,24 @@ class Step:
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
-        done = (self.layers - 1 - index) * self.trainable_layer
+        done = self.trainable_above[index + 1]
         done += 0 if self.holds_tied_head else self.trainable_head
-        common = merge(self.step_wide(), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
-        alive = merge(common, self.gradients(done, instant.made), self.tied_head(), instant.alive)
+        alive = merge(self._beside(index), self.gradients(done, instant.made), self.tied_head(), instant.alive)
         return merge(alive, self._fsdp_buffers(index)) if self.fsdp else alive
+
+    def _beside(self, index: int) -> Alive:
+        """What is there in the backward of layer ``index`` beside gradients and what the layer has itself."""
+        return merge(self.step_wide(index + 1), self.kept_by_layers(index + 1, running=True), self._autocast_of(index))
 
     def _fsdp_buffers(self, index: int) -> Alive:
         """Gathered weights of this layer and the prefetched unit, and the last unit's gradients."""
         alive = self._gathered(2 if index > 0 else 1, kept=index + 1)
         if index == 0 and not self.tied and self.plan.reshard_after_forward:
             alive |= self._gathered_embedding()
-        previous_unit = self.trainable_layer if index < self.layers - 1 else (0 if self.tied else self.trainable_head)
+        above = index + 1
+        previous_unit = (
+            self.trainable_layers[above] if above < self.layers else (0 if self.tied else self.trainable_head)
+        )
         scatter = gradients.reduce_scatter_input
         return alive | {scatter.key: scatter(unit_parameters=previous_unit)}
 
@@ -395,12 +505,12 @@ class Step:
     def embedding_backward(self) -> Alive:
         """Backward of the token embedding."""
         spec, tokens = self.spec, self.tokens
-        done = self.layers * self.trainable_layer + (0 if self.holds_tied_head else self.trainable_head)
+        done = self.trainable_above[0] + (0 if self.holds_tied_head else self.trainable_head)
         table = gradients.embedding(embedding_parameters=spec.embedding_parameters, dtype_bytes=self.compute_bytes)
         incoming = activations.residual(
             tokens=tokens, hidden_size=spec.hidden_size, dtype_bytes=self.compute_bytes, copies=1
         )
-        alive = merge(self.step_wide(), self.gradients(done, current=0), self.tied_head())
+        alive = merge(self.step_wide(1), self.gradients(done, current=0), self.tied_head())
         alive = merge(alive, {activations.residual.key: incoming})
         del alive[activations.rotary_tables.key]
         if self.trains_embedding:
@@ -409,7 +519,7 @@ class Step:
             alive[sums.key] = sums(tokens=tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if self.fsdp:
             scatter = gradients.reduce_scatter_input
-            alive[scatter.key] = scatter(unit_parameters=self.trainable_layer)
+            alive[scatter.key] = scatter(unit_parameters=self.trainable_layers[0])
             if not self.tied:
                 alive |= self._gathered_embedding()
         return alive
@@ -435,6 +545,34 @@ class Step:
         layers = shapes[: len(shapes) - (1 if self.tied else 2)]
         trained = layers + shapes[len(layers) : len(layers) + sum(tables)]
         return max(rows * columns for rows, columns in trained)
+
+    def evaluation(self) -> dict[str, Alive]:
+        """Forward passes over evaluation rows, whole sequences on every rank, where the plan asks for them."""
+        spec, rows, length = self.spec, self.plan.per_device_eval_batch_size, self.plan.max_length
+        if rows is None:
+            return {}
+        batch, positions, tables = activations.batch, activations.positions, activations.rotary_tables
+        tables_bytes = tables(tokens=length, head_dim=spec.head_dim, dtype_bytes=weights.BF16_BYTES)
+        common = merge(self.states(), {batch.key: batch(tokens=rows * length, micro_batches=1)})
+        in_layer = merge(common, {positions.key: positions(tokens=length), tables.key: tables_bytes})
+        if self.fsdp:
+            in_layer = merge(in_layer, self._gathered(2, kept=self.layers))
+            common = merge(common, self._gathered_after_forward())
+            if self.tied:
+                in_layer[weights.gathered_head.key] = weights.gathered_head(head_parameters=self.head)
+        return {
+            phase: merge(common if phase == evaluation.LOSS else in_layer, alive)
+            for phase, alive in evaluation.instants(spec, rows * length).items()
+        }
+
+    def save(self) -> Alive:
+        """Saving the trained model: FSDP2 gathers one parameter after another on every rank."""
+        alive = self.states()
+        if self.fsdp:
+            spec, item = self.spec, evaluation.gathered_parameter
+            widest = max(spec.vocab_size, spec.intermediate_size)
+            alive[item.key] = item(largest_parameter=widest * spec.hidden_size)
+        return alive
 
 
 def _linear_parameters(spec: ModelSpec) -> int:
@@ -516,7 +654,7 @@ def _zero_on_host(spec: ModelSpec, plan: TrainPlan) -> Alive:
 
 def _paged_states(spec: ModelSpec, plan: TrainPlan) -> int:
     step = Step(spec, plan, rank=0)
-    small = lora.small_adapter_parameters(step.shape.lora_targets, plan.lora_r or 0, optimizer.PAGED_FROM)
+    small = lora.small_adapter_parameters(step.targets, plan.lora_r or 0, optimizer.PAGED_FROM)
     paged = step.trainable - small * step.layers
     wide = paged if plan.optim == "paged_adamw_32bit" else spec.embedding_parameters if step.trains_embedding else 0
     return host.paged_states(narrow_parameters=paged - wide, wide_parameters=wide)

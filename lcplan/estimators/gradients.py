@@ -99,7 +99,7 @@ def embedding_partial_sums(*, tokens: int, vocab_size: int, hidden_size: int) ->
     Live in: backward.embedding
     Rounding: an upper bound: every token id of the vocabulary occurs, or every token is another
     Ignores: sort indices of some bytes per token
-    Source: aten/native/cuda/EmbeddingBackwardKernel.cu; allocator trace of Qwen3-0.6B float32; row m111
+    Source: aten/native/cuda/EmbeddingBackwardKernel.cu; allocator trace of Qwen3-0.6B float32; row m112
     Confidence: exact
     """
     if tokens <= ONE_PASS_TOKENS:
@@ -115,7 +115,7 @@ def ddp_buckets(*, num_parameters: int, dtype_bytes: int) -> int:
     Live in: every phase (DDP)
     Rounding: exact
     Ignores: nothing
-    Source: torch.nn.parallel DistributedDataParallel, gradient_as_bucket_view=False; rows m162-m168
+    Source: torch.nn.parallel DistributedDataParallel, gradient_as_bucket_view=False; rows m162-m167
     Confidence: exact
     """
     return dtype_bytes * num_parameters

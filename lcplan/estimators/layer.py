@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lcplan.estimators import activations, attention, lora, moe, weights
-from lcplan.model_spec import ModelSpec, MoeSpec
+from lcplan.model_spec import LayerParameters, ModelSpec, MoeSpec
 
 Alive = dict[str, int]
 """Item key -> bytes at one instant."""
@@ -31,16 +31,29 @@ class Traits:
     """The norm's weight multiplies in float32, so a float32 normed value is saved."""
     fused_qkv: bool = False
     """One projection for q, k, v: v keeps all of it alive."""
+    fused_mlp: bool = False
+    """One projection for gate and up."""
     copies_output: bool = False
     """q and k are concatenated from rotated parts, a layout whose attention output o_proj must copy."""
     wide_rotary: bool = False
     """cos and sin in float32."""
     interleaved_rotary: bool = False
-    """cos and sin are repeated in every layer."""
+    """cos and sin are repeated in every layer, so only checkpointed layers keep what the model made."""
+    rotary_by_layer_type: bool = False
+    """Sliding and full layers have cos and sin of their own."""
+    half_rotary: bool = False
+    """cos and sin are half as wide: each serves both halves of a head."""
     wide_routing: bool = False
     """Routing weights stay in float32."""
+    biased_experts: bool = False
+    """Experts with biases, whose gate is clamped (gpt-oss)."""
+    soft_caps_scores: bool = False
+    """Scores pass through tanh before softmax (Gemma 2)."""
+    sinks: bool = False
+    """Eager attention has one more column of scores, and its softmax stays in bf16 (gpt-oss)."""
 
 
+_GEMMA_3 = Traits(closing_norms=2, wide_norms=True, rotary_by_layer_type=True)
 TRAITS: dict[str, Traits] = {
     "llama": Traits(),
     "mistral": Traits(),
@@ -48,19 +61,51 @@ TRAITS: dict[str, Traits] = {
     "qwen3": Traits(),
     "qwen3_moe": Traits(),
     "mixtral": Traits(wide_routing=True),
-    "phi3": Traits(fused_qkv=True, copies_output=True),
-    "glm4": Traits(closing_norms=2, copies_output=True, interleaved_rotary=True),
+    "phi3": Traits(fused_qkv=True, fused_mlp=True, copies_output=True),
+    "glm4": Traits(closing_norms=2, fused_mlp=True, copies_output=True, interleaved_rotary=True),
     "olmo2": Traits(feeding_norms=0, closing_norms=2, wide_norms=True, wide_rotary=True),
+    "gemma2": Traits(closing_norms=2, wide_norms=True, soft_caps_scores=True),
+    "gemma3_text": _GEMMA_3,
+    "gemma3": _GEMMA_3,
+    "smollm3": Traits(),
+    "granite": Traits(),
+    "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
+    "hunyuan_v1_dense": Traits(),
+    "ministral": Traits(),
+    "gemma": Traits(wide_norms=True),
+    "glm": Traits(fused_mlp=True, copies_output=True, interleaved_rotary=True),
+    "olmo3": Traits(
+        feeding_norms=0,
+        closing_norms=2,
+        wide_norms=True,
+        wide_rotary=True,
+        rotary_by_layer_type=True,
+    ),
+    "exaone4": Traits(feeding_norms=0, closing_norms=2),
+    "gpt_oss": Traits(wide_norms=True, half_rotary=True, biased_experts=True, sinks=True),
 }
 """Families the formulas cover, by model_type."""
+
+AttentionPath = Literal["kernel", "masked", "eager"]
+"""A kernel that knows causality; sdpa with a materialised mask (sliding layers); scores that exist as tensors."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What of a plan matters inside a layer."""
+    """What of a plan, and of the kind of a layer, matters inside it."""
 
     spec: ModelSpec
+    parameters: LayerParameters
+    moe: MoeSpec | None
+    """The layer's experts; None where it has a dense MLP."""
+    attention: AttentionPath
+    flash: bool
+    """FlashAttention's own kernel instead of sdpa's."""
+    recomputed: bool
+    """The layer is checkpointed."""
     tokens: int
+    row_tokens: int
+    """Tokens of one sequence: what attends to one another."""
     float32: bool
     offloads_input: bool
     """The layer's own input waits on the host."""
@@ -83,6 +128,23 @@ class LayerShape:
     def saves_input(self) -> bool:
         """The layer's own input is a saved tensor: its first norm has no cast of it, or there is no such norm."""
         return self.float32 or not self.traits.feeding_norms
+
+    @property
+    def repeated_heads(self) -> int:
+        """Heads at which keys and values exist where attention takes them repeated.
+
+        A single key/value head is repeated without a copy, except that eager attention flattens several rows.
+        """
+        heads, kv_heads = self.spec.num_attention_heads, self.spec.num_key_value_heads
+        copied = kv_heads > 1 or (self.attention == "eager" and self.tokens > self.row_tokens)
+        return heads if copied else kv_heads
+
+    @property
+    def copies_values(self) -> bool:
+        """Attention copies the values it is given, so what they were part of is not kept."""
+        flattened = self.attention == "eager" and self.tokens > self.row_tokens
+        repeated = self.attention != "kernel" and self.repeated_heads > self.spec.num_key_value_heads
+        return flattened or repeated
 
     @property
     def frozen(self) -> bool:
@@ -115,40 +177,70 @@ def merge(*parts: Alive) -> Alive:
     return total
 
 
-def saved(shape: LayerShape, tokens: int) -> Alive:
-    """Everything one layer saves for ``tokens`` tokens, before its backward begins."""
-    return merge(_saved_attention(shape, tokens), _saved_output(shape, tokens), _saved_mlp(shape, tokens))
+def times(alive: Alive, count: int) -> Alive:
+    """``count`` times each item."""
+    return {key: count * value for key, value in alive.items()}
 
 
-def _norms(shape: LayerShape, tokens: int, *, feeding: int, closing: int, linears: int) -> Alive:
+def saved(shape: LayerShape) -> Alive:
+    """Everything one layer saves, before its backward begins."""
+    return merge(_saved_attention(shape), _saved_output(shape), _saved_mlp(shape))
+
+
+def _norms(shape: LayerShape, *, feeding: int, closing: int, linears: int) -> Alive:
     alive = {
         activations.norms.key: activations.norms(
-            tokens=tokens, hidden_size=shape.spec.hidden_size, num_norms=feeding, float32=shape.float32,
+            tokens=shape.tokens, hidden_size=shape.spec.hidden_size, num_norms=feeding, float32=shape.float32,
             wide=shape.traits.wide_norms, frozen=shape.frozen, num_linears=linears,
         )
     }  # fmt: skip
     if closing:
         alive[activations.closing_norms.key] = activations.closing_norms(
-            tokens=tokens, hidden_size=shape.spec.hidden_size, num_norms=closing, wide=shape.traits.wide_norms
+            tokens=shape.tokens, hidden_size=shape.spec.hidden_size, num_norms=closing, wide=shape.traits.wide_norms
         )
     return alive
 
 
-def _saved_attention(shape: LayerShape, tokens: int) -> Alive:
+def _saved_attention(shape: LayerShape) -> Alive:
     """The first norm and what attention saves up to its output."""
-    spec, traits = shape.spec, shape.traits
-    alive = _norms(shape, tokens, feeding=min(traits.feeding_norms, 1), closing=0, linears=3)
-    alive[attention.saved.key] = attention.saved(tokens=tokens, **shape.attended_heads)
+    alive = _before_scores(shape)
+    if shape.attention == "eager":
+        alive[attention.eager_saved.key] = attention.eager_saved(**_score_sizes(shape))
+    elif shape.attention == "masked":
+        spec = shape.spec
+        alive[attention.masked_saved.key] = attention.masked_saved(
+            tokens=shape.tokens, row_tokens=shape.row_tokens, heads=spec.num_attention_heads,
+            repeated_heads=shape.repeated_heads, head_dim=spec.head_dim,
+        )  # fmt: skip
+    else:
+        alive[attention.saved.key] = attention.saved(tokens=shape.tokens, **shape.attended_heads)
+    if shape.traits.fused_qkv and not shape.copies_values:
+        alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=shape.tokens, **shape.heads)
+    return alive
+
+
+def _score_sizes(shape: LayerShape) -> dict[str, Any]:
+    """Arguments of the two items of eager attention."""
+    return {
+        "tokens": shape.tokens, "row_tokens": shape.row_tokens, "heads": shape.spec.num_attention_heads,
+        "repeated_heads": shape.repeated_heads, "head_dim": shape.spec.head_dim,
+        "soft_capped": shape.traits.soft_caps_scores, "sinks": shape.traits.sinks,
+    }  # fmt: skip
+
+
+def _before_scores(shape: LayerShape) -> Alive:
+    """The first norm, query and key norms, rotary tables of the layer's own."""
+    spec, traits, tokens = shape.spec, shape.traits, shape.tokens
+    alive = _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=1 if traits.fused_qkv else 3)
     if spec.qk_norm != "none":
         wide = traits.wide_norms
         alive[attention.qk_norm.key] = attention.qk_norm(
             tokens=tokens, wide=wide, full=spec.qk_norm == "full", frozen=shape.frozen, **shape.heads
         )
-    if traits.fused_qkv:
-        alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=tokens, **shape.heads)
     if traits.interleaved_rotary:
         width = round(spec.head_dim * spec.rope.partial_rotary_factor)
-        tables = activations.rotary_tables(tokens=tokens, head_dim=width, dtype_bytes=weights.BF16_BYTES)
+        size = weights.FP32_BYTES if traits.wide_rotary else weights.BF16_BYTES
+        tables = activations.rotary_tables(tokens=shape.row_tokens, head_dim=width, dtype_bytes=size)
         alive[activations.rotary_tables.key] = tables
     return alive
 
@@ -158,36 +250,41 @@ def _unpacked_input(shape: LayerShape) -> Alive:
     return _residual(shape, shape.tokens, 1) if shape.offloads_input and shape.saves_input else {}
 
 
-def _saved_output(shape: LayerShape, tokens: int) -> Alive:
-    if not (shape.ring_copies_output or shape.traits.copies_output or shape.sp_size > 1):
+def _saved_output(shape: LayerShape) -> Alive:
+    # eager attention's output is such a copy already, and nothing keeps the first
+    copies = shape.ring_copies_output or shape.traits.copies_output or shape.sp_size > 1
+    if shape.attention == "eager" or not copies:
         return {}
     if shape.frozen and ("o_proj" not in shape.lora_targets or shape.lora_dropout):
         return {}  # nothing needs the copy: a frozen o_proj has no gradient, and an adapter keeps its dropped input
     spec = shape.spec
-    copied = attention.output_copy(tokens=tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
+    copied = attention.output_copy(tokens=shape.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
     return {attention.output_copy.key: copied}
 
 
-def _saved_mlp(shape: LayerShape, tokens: int) -> Alive:
+def _saved_mlp(shape: LayerShape) -> Alive:
     """The second norm, closing norms, and the MLP or the experts."""
     spec, traits = shape.spec, shape.traits
     feeding = max(traits.feeding_norms - 1, 0)
-    alive = _norms(shape, tokens, feeding=feeding, closing=traits.closing_norms, linears=2)
-    if spec.moe is None:
+    alive = _norms(shape, feeding=feeding, closing=traits.closing_norms, linears=1 if traits.fused_mlp else 2)
+    if shape.moe is None:
         alive[activations.mlp_saved.key] = activations.mlp_saved(
-            tokens=tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
+            tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
         )
     else:
+        # gpt-oss takes the softmax over the chosen experts alone
+        scored = 0 if traits.biased_experts else shape.moe.num_experts
         alive[moe.router.key] = moe.router(
-            tokens=tokens, num_experts=spec.moe.num_experts, experts_per_token=spec.moe.num_experts_per_tok
+            tokens=shape.tokens, num_experts=scored, experts_per_token=shape.moe.num_experts_per_tok
         )
-        alive[moe.experts.key] = moe.experts(
-            tokens=tokens, hidden_size=spec.hidden_size, experts_per_token=spec.moe.num_experts_per_tok,
-            expert_size=spec.moe.moe_intermediate_size,
+        kept = moe.biased_experts if traits.biased_experts else moe.experts
+        alive[kept.key] = kept(
+            tokens=shape.tokens, hidden_size=spec.hidden_size, experts_per_token=shape.moe.num_experts_per_tok,
+            expert_size=shape.moe.moe_intermediate_size,
         )  # fmt: skip
     if shape.float32 or not traits.feeding_norms:
         # the mid-layer sum itself is saved: by the second norm in float32, by the MLP's linears without that norm
-        alive = merge(alive, _residual(shape, tokens, 1))
+        alive = merge(alive, _residual(shape, shape.tokens, 1))
     return alive
 
 
@@ -221,8 +318,10 @@ def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
         return (_adapted_down(shape), *_adapted_mlp(shape), _attention(shape))
     if shape.frozen:
         return (*_adapted_mlp(shape), _attention(shape))
-    if shape.spec.moe is not None:
-        return (_experts(shape, shape.spec.moe), _expert_gradients(shape, shape.spec.moe), _attention(shape))
+    if shape.moe is not None:
+        recomputing = _biased_experts(shape, shape.moe) if shape.traits.biased_experts and shape.recomputed else ()
+        backward = (_experts(shape, shape.moe), _expert_gate(shape, shape.moe), _expert_gradients(shape, shape.moe))
+        return (*recomputing, *backward, _norm_before_experts(shape), _attention(shape))
     if shape.traits.closing_norms:
         return (_closing_norm(shape), _mlp(shape), _attention(shape))
     return (_mlp(shape), _attention(shape))
@@ -233,10 +332,9 @@ def _mlp(shape: LayerShape) -> LayerInstant:
     item = activations.mlp_backward
     own = {item.key: item(tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen)}
     # a closing norm is over when the MLP runs
-    over = _norms(shape, -shape.tokens, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0)
-    over.pop(activations.norms.key)
-    alive = merge(saved(shape, shape.tokens), own, over, _residual(shape, shape.tokens, 1))
-    alive = merge(alive, _autocast(shape, with_mlp=True))
+    over = times(_norms(shape, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0), -1)
+    alive = merge(saved(shape), own, over, _residual(shape, shape.tokens, 1))
+    alive = merge(alive, _autocast(shape, linears=2))
     made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
     return LayerInstant("mlp", alive, made)
 
@@ -302,7 +400,7 @@ def _adapted_down(shape: LayerShape) -> LayerInstant:
     }  # fmt: skip
     # still inside the recomputation, so an offloaded input that was copied back is alive as well
     copies = 2 if shape.offloads_input else 1
-    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, copies))
+    alive = merge(saved(shape), own, _residual(shape, shape.tokens, copies))
     return LayerInstant("down_proj", merge(alive, _adapters(shape, shape.lora_targets)), made=0)
 
 
@@ -311,9 +409,10 @@ def _experts(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
         moe.backward.key: moe.backward(
             tokens=shape.tokens, hidden_size=shape.spec.hidden_size, experts_per_token=experts.num_experts_per_tok,
             weight_bytes=weights.FP32_BYTES if shape.traits.wide_routing else weights.BF16_BYTES,
+            recomputed=shape.recomputed,
         )
     }  # fmt: skip
-    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
+    alive = merge(saved(shape), own, _residual(shape, shape.tokens, 1))
     return LayerInstant("experts", alive, made=0)
 
 
@@ -324,23 +423,67 @@ def _expert_gradients(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
             tokens=shape.tokens, hidden_size=hidden, experts_per_token=experts.num_experts_per_tok, expert_size=width
         )
     }
-    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
-    del alive[moe.experts.key]
+    alive = merge(_without_experts(saved(shape)), own, _residual(shape, shape.tokens, 1))
     return LayerInstant("expert_gradients", alive, made=3 * experts.num_experts * width * hidden)
+
+
+def _expert_gate(shape: LayerShape, experts: MoeSpec) -> LayerInstant:
+    hidden, width, item = shape.spec.hidden_size, experts.moe_intermediate_size, moe.gate_backward
+    own = {
+        item.key: item(
+            tokens=shape.tokens, hidden_size=hidden, experts_per_token=experts.num_experts_per_tok, expert_size=width,
+            biased=shape.traits.biased_experts,
+        )
+    }  # fmt: skip
+    alive = merge(_without_experts(saved(shape)), own, _residual(shape, shape.tokens, 1))
+    return LayerInstant("expert_gate", alive, made=experts.num_experts * width * hidden)
+
+
+def _norm_before_experts(shape: LayerShape) -> LayerInstant:
+    """Backward of the norm before the experts, when all their gradients exist."""
+    item = activations.feeding_norm_backward
+    own = {item.key: item(tokens=shape.tokens, hidden_size=shape.spec.hidden_size)}
+    alive = merge(_saved_attention(shape), _saved_output(shape), own, _residual(shape, shape.tokens, 1))
+    return LayerInstant("expert_norm", alive, made=shape.parameters.mlp)
+
+
+def _without_experts(alive: Alive) -> Alive:
+    return {key: value for key, value in alive.items() if key not in (moe.experts.key, moe.biased_experts.key)}
+
+
+def _biased_experts(shape: LayerShape, experts: MoeSpec) -> tuple[LayerInstant, ...]:
+    """Inside the experts of gpt-oss as they are recomputed: the end of the gate, the end of the output."""
+    hidden, width = shape.spec.hidden_size, experts.moe_intermediate_size
+    gate, output, chosen = moe.biased_gate_forward, moe.biased_output_forward, experts.num_experts_per_tok
+    # the mid-layer sum is alive as long as the recomputation runs
+    common = merge(saved(shape), _residual(shape, shape.tokens, 2))
+    at_gate = {gate.key: gate(tokens=shape.tokens, experts_per_token=chosen, expert_size=width)}
+    at_output = {output.key: output(tokens=shape.tokens, experts_per_token=chosen, hidden_size=hidden)}
+    return (
+        LayerInstant("expert_gate_forward", merge(common, at_gate), made=0),
+        LayerInstant("expert_output_forward", merge(common, at_output), made=0),
+    )
 
 
 def _closing_norm(shape: LayerShape) -> LayerInstant:
     item = activations.closing_norm_backward
-    own = {item.key: item(tokens=shape.tokens, hidden_size=shape.spec.hidden_size, wide=shape.traits.wide_norms)}
-    alive = merge(saved(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
+    size = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size}
+    own = {item.key: item(wide=shape.traits.wide_norms, float32=shape.float32, **size)}
+    alive = merge(saved(shape), own, _residual(shape, shape.tokens, 1), _autocast(shape, linears=3))
     return LayerInstant("closing_norm", alive, made=shape.spec.hidden_size)
 
 
-def _attention(shape: LayerShape) -> LayerInstant:
+def _attention_backward(shape: LayerShape) -> Alive:
+    """What is alive when the kernel, or the softmax, runs backward."""
     spec = shape.spec
     sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.attended_heads}
-    own: Alive
-    if shape.cp_size > 1:
+    if shape.attention == "eager":
+        scores = attention.eager_backward
+        return merge(_before_scores(shape), {scores.key: scores(**_score_sizes(shape))})
+    if shape.attention == "masked":
+        masked = attention.masked_backward
+        own = {masked.key: masked(tokens=shape.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)}
+    elif shape.cp_size > 1:
         gathered, ring = attention.ring_gathered_kv, attention.ring_backward
         own = {
             gathered.key: gathered(
@@ -349,24 +492,32 @@ def _attention(shape: LayerShape) -> LayerInstant:
             ),
             ring.key: ring(first_rank=shape.first_rank, **sizes),
         }  # fmt: skip
+    elif shape.flash:
+        flash = attention.flash_backward
+        own = {flash.key: flash(row_tokens=shape.row_tokens, **sizes)}
     else:
         own = {attention.backward.key: attention.backward(**sizes)}
-    alive = merge(_saved_attention(shape, shape.tokens), own, _residual(shape, shape.tokens, 1))
-    alive = merge(alive, _autocast(shape, with_mlp=False))
+    return merge(_saved_attention(shape), own)
+
+
+def _attention(shape: LayerShape) -> LayerInstant:
+    spec = shape.spec
+    alive = merge(_attention_backward(shape), _residual(shape, shape.tokens, 1))
+    alive = merge(alive, _autocast(shape, linears=0))
     before = [name for name in ("q_proj", "k_proj", "v_proj") if name in shape.lora_targets]
     alive = merge(alive, _adapters(shape, before))
     if shape.frozen:
         return LayerInstant("attention", alive, made=0)
     # everything behind attention: the MLP, its norms, o_proj
-    norms = spec.layers[0].norms - spec.hidden_size * min(shape.traits.feeding_norms, 1)
+    norms = shape.parameters.norms - spec.hidden_size * min(shape.traits.feeding_norms, 1)
     output = spec.num_attention_heads * spec.head_dim * spec.hidden_size
-    return LayerInstant("attention", alive, made=spec.layers[0].mlp + norms + output)
+    return LayerInstant("attention", alive, made=shape.parameters.mlp + norms + output)
 
 
-def _autocast(shape: LayerShape, *, with_mlp: bool) -> Alive:
-    """Bf16 copies of the running layer's float32 weights."""
+def _autocast(shape: LayerShape, *, linears: int) -> Alive:
+    """Bf16 copies of the running layer's float32 weights: attention's, and those of ``linears`` of its MLP."""
     if not shape.float32:
         return {}
     spec, item = shape.spec, weights.autocast_copies
-    copied = spec.layers[0].attention + (2 * spec.hidden_size * spec.intermediate_size if with_mlp else 0)
+    copied = shape.parameters.attention + linears * spec.hidden_size * spec.intermediate_size
     return {item.key: item(layer_weight_parameters=copied)}

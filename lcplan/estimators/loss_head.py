@@ -34,6 +34,22 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) ->
     return (width * hidden_size + 4) * tokens
 
 
+@item("loss_head.final_norm_forward", "temporary")
+def final_norm_forward(*, tokens: int, hidden_size: int, wide: bool) -> int:
+    """Forward of the final RMSNorm, its casts, and the hidden states before and after all layers.
+
+    Masks are still there. Without them the loss is larger.
+
+    Formula: ``16*H*T``; wide norms: ``18*H*T``
+    Live in: forward (the last layer not checkpointed)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: transformers 5.24 Gemma3RMSNorm, MistralRMSNorm; traces of Gemma 3 and Mistral with a sliding window
+    Confidence: exact
+    """
+    return (18 if wide else 16) * hidden_size * tokens
+
+
 @item("loss_head.final_norm_backward", "temporary")
 def final_norm_backward(*, tokens: int, hidden_size: int) -> int:
     """Backward of the final RMSNorm: its saved float32 input and five float32 tensors more.

@@ -6,6 +6,7 @@ Letters: T tokens per rank, H hidden size, E experts, t experts per token, m wid
 from __future__ import annotations
 
 from lcplan.estimators._item import item
+from lcplan.estimators.weights import BF16_BYTES
 
 INDEX_BYTES = 8
 """int64 positions, one an expert and token, in several permutations."""
@@ -39,18 +40,83 @@ def experts(*, tokens: int, hidden_size: int, experts_per_token: int, expert_siz
     return experts_per_token * (4 * hidden_size + 8 * expert_size) * tokens
 
 
+@item("moe.biased_experts", "activation")
+def biased_experts(*, tokens: int, hidden_size: int, experts_per_token: int, expert_size: int) -> int:
+    """What gpt-oss's experts save: gathered tokens, gate and up together, five parts of the gate, each expert's output.
+
+    The parts: the clamped gate, its sigmoid, their product, up plus one, and the gated product.
+
+    Formula: ``t*(4*H + 14*m)*T``
+    Live in: backward of a layer's experts
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 GptOssExperts._apply_gate, integrations/moe.py; trace; H200 history of gpt-oss
+    Confidence: exact
+    """
+    return experts_per_token * (4 * hidden_size + 14 * expert_size) * tokens
+
+
+@item("moe.biased_gate_forward", "temporary")
+def biased_gate_forward(*, tokens: int, experts_per_token: int, expert_size: int) -> int:
+    """End of gpt-oss's gate as recomputed, above moe.biased_experts: the gathered bias and the clamped up.
+
+    The experts' output is not there yet, but its gradient is, which has the same size.
+
+    Formula: ``6*t*m*T``
+    Live in: backward of a layer's experts (checkpointed)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: transformers 5.24 integrations/moe.py (selected_biases); trace of gpt-oss
+    Confidence: exact
+    """
+    return experts_per_token * 6 * expert_size * tokens
+
+
+@item("moe.biased_output_forward", "temporary")
+def biased_output_forward(*, tokens: int, hidden_size: int, experts_per_token: int) -> int:
+    """End of gpt-oss's experts as recomputed: the gathered bias, the weighted outputs, and the gradient that waits.
+
+    Formula: ``6*t*H*T``
+    Live in: backward of a layer's experts (checkpointed)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: transformers 5.24 integrations/moe.py (selected_biases); trace of gpt-oss
+    Confidence: exact
+    """
+    return experts_per_token * 6 * hidden_size * tokens
+
+
+@item("moe.gate_backward", "temporary")
+def gate_backward(*, tokens: int, hidden_size: int, experts_per_token: int, expert_size: int, biased: bool) -> int:
+    """Backward of the experts' gate: what they saved but their output, and two gradients more (gpt-oss: biased).
+
+    Formula: ``t*(2*H + 12*m)*T``; gpt-oss: ``t*(2*H + 18*m)*T``
+    Live in: backward of a layer's experts (wide experts)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: autograd of silu and mul, and of clamp, sigmoid and mul; traces of Mixtral, Qwen3-MoE and gpt-oss
+    Confidence: exact
+    """
+    return experts_per_token * (2 * hidden_size + (18 if biased else 12) * expert_size) * tokens
+
+
 @item("moe.backward", "temporary")
-def backward(*, tokens: int, hidden_size: int, experts_per_token: int, weight_bytes: int) -> int:
+def backward(*, tokens: int, hidden_size: int, experts_per_token: int, weight_bytes: int, recomputed: bool) -> int:
     """Gradient of the weighted outputs, and the scatter that sorts it by expert: its zeros, its copy, its indices.
 
-    Formula: ``3*b*t*H*T + 32*t*T``; b is 4 where routing weights stay in float32 (Mixtral), else 2
+    With float32 routing weights the gradient is cast to bf16 in the end; a checkpointed layer has let go of the
+    experts' output by then, another not yet.
+
+    Formula: ``3*b*t*H*T + 32*t*T``; b is 4 where routing weights stay in float32 (Mixtral), else 2; b = 4 without
+        checkpointing: ``+ 2*t*H*T``
     Live in: backward of a layer's experts
     Rounding: exact within some bytes a token
     Ignores: nothing
     Source: torch index_put; allocator traces of Qwen3-30B-A3B and Mixtral
     Confidence: exact
     """
-    return (3 * weight_bytes * hidden_size + 4 * INDEX_BYTES) * experts_per_token * tokens
+    cast = BF16_BYTES if weight_bytes > BF16_BYTES and not recomputed else 0
+    return ((3 * weight_bytes + cast) * hidden_size + 4 * INDEX_BYTES) * experts_per_token * tokens
 
 
 @item("moe.gate_up_backward", "temporary")

@@ -51,7 +51,8 @@ def nccl() -> int:
     Live in: device (more than one GPU)
     Rounding: one measurement
     Ignores: growth with the number of ranks and of communicators, which has not been measured beyond two ranks
-    Source: device_used_bytes - peak_reserved_bytes of row m106 (two H200, NVLink, ring attention), less the context
+    Source: device_used_bytes - peak_reserved_bytes of rows m106 and m168 (two H200, NVLink, ring attention, 131,072 and
+        262,144 tokens: the same), less the context
     Confidence: fitted
     """
     return NCCL_BYTES

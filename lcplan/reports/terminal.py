@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lcplan.errors import InputError
-from lcplan.ledger import PHASE_HELP, MemoryItem, MemoryReport
+from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -21,10 +21,15 @@ GROUPS = {
     "loss_head": "logits / loss head",
     "activations": "per-layer activations",
     "mlp": "MLP intermediates",
+    "moe": "experts",
     "attention": "attention",
+    "lora": "LoRA adapters",
     "communication": "communication buffers",
     "inputs": "batch",
+    "evaluation": "evaluation",
+    "save": "saving",
     "trace": "traced storages",
+    "probe": "measured",
     "runtime": "CUDA workspaces",
 }
 """Item groups in the order and words a user asks for them."""
@@ -108,12 +113,25 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
     out.print()
     out.print(_phases(report, units))
     out.print()
+    if report.compared:
+        out.print(comparison(report.compared, units))
+        out.print()
     _print_host(report, units, out)
     for warning in report.warnings:
         out.print(f"warning [{warning.code}]: {warning.message} {warning.fix}", highlight=False, markup=False)
     if report.assumptions:
         out.print("assumed: " + "; ".join(report.assumptions), highlight=False, markup=False)
     out.print("not modelled: " + "; ".join(report.not_modelled), highlight=False, markup=False)
+
+
+def comparison(compared: tuple[Compared, ...], units: ByteUnits) -> Table:
+    """The formulas' numbers beside those of a probe."""
+    table = _table(("", False), ("formula", True), ("measured", True), ("difference", True))
+    for pair in compared:
+        error = f"{pair.predicted_bytes / pair.measured_bytes - 1:+.4%}" if pair.measured_bytes else ""
+        sizes = (format_bytes(size, units) for size in (pair.predicted_bytes, pair.measured_bytes))
+        table.add_row(pair.what, *sizes, error)
+    return table
 
 
 def _breakdown(report: MemoryReport, units: ByteUnits) -> Table:

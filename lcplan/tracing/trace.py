@@ -64,6 +64,7 @@ def check_traceable(plan: TrainPlan) -> None:
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation == "flash_attention_2",
         "--packing": plan.packing,
+        f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
     for what, present in refused.items():
         if present:
@@ -88,7 +89,7 @@ def trace(spec: ModelSpec, plan: TrainPlan) -> dict[str, Alive]:
         try:
             with tracker:
                 _step(tracker, model, inputs)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except Exception as error:  # whatever a model's own code raises on tensors without values
             raise EnvironmentProblem(
                 "trace-failed", f"{spec.id} cannot run on fake tensors: {error}. --method formula may cover it."
             ) from error
@@ -113,6 +114,9 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
 
     raw = dict(spec.config)
     config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
+    text = config.get_text_config()
+    if hasattr(text, "output_router_logits"):  # as TRL's trainer sets it
+        text.output_router_logits = getattr(text, "router_aux_loss_coef", 0.0) != 0.0
     with no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(
@@ -124,8 +128,15 @@ def _build(spec: ModelSpec, plan: TrainPlan) -> Any:
     model.tie_weights()
     model.train()
     if plan.activation_checkpointing == "full":
-        model.activation_checkpointing_enable(every_n_layers=plan.checkpoint_every_n_layers)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        try:
+            model.activation_checkpointing_enable(every_n_layers=plan.checkpoint_every_n_layers)
+        except ValueError as error:  # a model without it
+            reason = str(error).rstrip(".")
+            raise PlanError("not-traced", f"{reason}. Use --activation-checkpointing none.") from error
+    try:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    except Exception as error:  # a model that keeps its layers and its head elsewhere
+        raise EnvironmentProblem("trace-failed", f"{spec.id} does not take TRL's loss head: {error}.") from error
     return model
 
 
@@ -147,6 +158,8 @@ def _step(tracker: StorageTracker, model: Any, inputs: dict[str, torch.Tensor]) 
     tracker.phase = "forward"
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     loss = -outputs.log_probs.sum()
+    if outputs.aux_loss is not None:
+        loss = loss + outputs.aux_loss
     del outputs
     tracker.phase = "backward"
     loss.backward()

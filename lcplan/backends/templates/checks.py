@@ -66,7 +66,8 @@ class ShardCheck(TrainerCallback):
 def watch_first_sequence(model: PreTrainedModel, batch_size: int, tokens: int) -> None:
     """The first decoder layer must see this many tokens: ring attention really cut the sequence."""
     layers = set(model._no_split_modules or ())
-    first = next((module for module in model.modules() if type(module).__name__ in layers), None)
+    # FSDP2 gives a layer a class of another name, derived from its own
+    first = next((m for m in model.modules() if any(base.__name__ in layers for base in type(m).__mro__)), None)
     if first is None:
         raise JobError(f"{type(model).__name__} names no decoder layer to watch.")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from checks import JobError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 
 def load_config(job: dict[str, Any]) -> Any:
@@ -32,18 +29,18 @@ def load_config(job: dict[str, Any]) -> Any:
     return config
 
 
-def build_model(job: dict[str, Any], config: Any, state: PartialState) -> PreTrainedModel:
-    """One process: the whole model. FSDP2: the weights on rank 0 alone, which hands out the shards."""
+def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty: bool) -> PreTrainedModel:
+    """The whole model; under FSDP2 rank 0 alone has weights and hands out the shards: the others' is ``empty``."""
     plan, source = job["plan"], job["model"]
     options = {"dtype": getattr(torch, plan["dtype"]), "attn_implementation": plan["attn_implementation"]}
-    if not state.is_main_process:
+    if empty:
         # Memory that is never touched: in float32, since accelerate converts what is not.
         return empty_model(config, {**options, "dtype": torch.float32}, "cpu")
     if source["init"] == "pretrained":
         revision = source["revision"] or "main"
         return AutoModelForCausalLM.from_pretrained(source["id"], config=config, revision=revision, **options)
-    model = empty_model(config, options, "cpu" if plan["backend"] == "fsdp2" else state.device)
-    fill_weights(model, getattr(config.get_text_config(), "initializer_range", 0.02), state.device)
+    model = empty_model(config, options, "cpu" if plan["backend"] == "fsdp2" else device)
+    fill_weights(model, getattr(config.get_text_config(), "initializer_range", 0.02), device)
     return model
 
 

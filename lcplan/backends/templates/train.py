@@ -184,9 +184,21 @@ def save_model(trainer: SFTTrainer, folder: Path) -> str:
     return str(folder)
 
 
+def make_trainer(
+    job: dict[str, Any], args: SFTConfig, model: PreTrainedModel, tokenizer: Any, rows: Dataset, callbacks: list[Any]
+) -> SFTTrainer:
+    """The trainer, and the checks that it is set up as planned."""
+    plan = job["plan"]
+    if plan["backend"] == "fsdp2":
+        callbacks = [*callbacks, ShardCheck(plan["dp_shard_size"] * plan["cp_size"])]
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)  # the recorder prints every step
+    check_layout(trainer.accelerator, plan)
+    return trainer
+
+
 def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     """Train, save, and return the content of result.json."""
-    plan = job["plan"]
     if job["device"] == "gpu" and not torch.cuda.is_available():
         raise JobError("this PyTorch sees no CUDA GPU, and the plan needs one.")
     args = SFTConfig(**sft_arguments(job))  # also joins the process group
@@ -194,20 +206,10 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     config = load_config(job)
     tokenizer, rows, made = load_data(job, config.get_text_config().vocab_size, state)
     set_seed(job["training"]["seed"])
-    callbacks: list[Any] = [recorder]
-    if plan["backend"] == "fsdp2":
-        callbacks.append(ShardCheck(plan["dp_shard_size"] * plan["cp_size"]))
-    trainer = SFTTrainer(
-        model=build_model(job, config, state),
-        args=args,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
-    trainer.remove_callback(PrinterCallback)  # the recorder prints every step
-    check_layout(trainer.accelerator, plan)
-    tokens_per_rank = row_length(plan) // plan["cp_size"]
-    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], tokens_per_rank)
+    model = build_model(job, config, state.device, empty=not state.is_main_process)
+    trainer = make_trainer(job, args, model, tokenizer, rows, [recorder])
+    plan = job["plan"]
+    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], row_length(plan) // plan["cp_size"])
     trainer.train()
     peaks = measure.gather_ranks(recorder.summary())
     saved = save_model(trainer, HERE / "final_model") if job["training"]["save_model"] else None

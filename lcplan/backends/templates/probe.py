@@ -1,0 +1,270 @@
+"""Measure one step of this job as one rank of its N on a single GPU, with no communication.
+
+    python probe.py [--rank R] [--capacity BYTES]
+
+Real kernels and real allocations: the model, the trainer and the arguments are train.py's, and PyTorch's fake process
+group stands in for the other ranks. Their weights are copies of this rank's share, so that values stay finite; losses
+mean nothing. Two steps of random tokens: a short one, which creates the optimizer states, and the measured one.
+probe.json says what was measured, or why nothing was. Exit code: 0 done; 1 it ran out of memory or failed; 2 the plan
+or the versions installed do not allow a probe.
+"""
+# ruff: noqa: E402  (the environment has to be set before torch is imported)
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+JOB = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
+RESULT_FILE = "probe.json"
+SHORT_TOKENS = 1024
+"""Of the first step, or the shortest length that the plan can cut, whichever is longer."""
+
+
+def read_arguments() -> argparse.Namespace:
+    """Rank and capacity."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=0, help="rank that this GPU stands for")
+    parser.add_argument("--capacity", type=int, help="bytes that PyTorch's allocator may take from the driver")
+    return parser.parse_args()
+
+
+def launcher_environment(rank: int) -> dict[str, str]:
+    """What ``accelerate launch`` would set for this rank, from accelerate's own launcher code."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    plan = JOB["plan"]
+    command = ["--config_file", str(HERE / "accelerate.yaml"), "probe.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    if plan["backend"] == "single":
+        return dict(prepare_simple_launcher_cmd_env(arguments)[1])
+    ranks = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(plan["num_gpus"]),
+        "LOCAL_WORLD_SIZE": str(min(plan["num_gpus"], plan["gpus_per_node"])),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    # every rank that is probed holds whole weights before it is sharded: there is no other to send them
+    return {**prepare_multi_gpu_env(arguments), **ranks, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+
+
+ARGUMENTS = read_arguments() if __name__ == "__main__" else argparse.Namespace(rank=0, capacity=None)
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+os.environ.update(launcher_environment(ARGUMENTS.rank))
+
+import measure
+import torch
+from checks import JobError, watch_first_sequence
+from datasets import Dataset
+from model import build_model, load_config
+from tokenizers import Tokenizer, models
+from train import make_trainer, row_length, rows_per_step, sft_arguments
+from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+from trl import SFTConfig
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """PyTorch's process group without processes; what it gathers are copies of what this rank sends."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    sent, received = torch.ones(2), torch.full((2 * world_size,), float("nan"))
+    gather = dist.all_gather_into_tensor
+    gather(received, sent)
+    if bool((received == 1).all()):
+        return
+
+    def gather_copies(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = gather(output, given, *args, **kwargs)
+        output.view(-1, given.numel()).copy_(given.view(1, -1))
+        return work
+
+    dist.all_gather_into_tensor = gather_copies
+
+
+class PhaseRecorder(TrainerCallback):
+    """Peak bytes of each phase of the last step, and what there was before it; None without a GPU."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available() and JOB["device"] == "gpu"
+        self.phases: dict[str, int] = {}
+        self.resident: dict[str, int] = {}
+        self.step_s: float | None = None
+        self.loss: float | None = None
+        self._started = 0.0
+        self._forward_is_over = False
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Tell the end of the forward pass from the model itself."""
+        model.register_forward_hook(lambda *_: self._mark("forward"))
+
+    def _mark(self, phase: str) -> None:
+        if not self.cuda:
+            return
+        torch.cuda.synchronize()
+        self.phases[phase] = max(self.phases.get(phase, 0), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step_begin(
+        self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any
+    ) -> None:
+        """Called by the trainer before a step's first micro batch."""
+        plan = JOB["plan"]
+        tokens = row_lengths(plan)[state.global_step] // plan["cp_size"]
+        watch_first_sequence(model, plan["per_device_train_batch_size"], tokens)
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.phases.clear()
+            self.resident = {
+                "before_step": torch.cuda.memory_allocated(),
+                "parameters": local_bytes(model.parameters()),
+                "optimizer_states": local_bytes(states_of(optimizer)),
+            }
+            torch.cuda.reset_peak_memory_stats()
+        self._started = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *_args: Any, model: Any = None, **_kwargs: Any) -> None:
+        """Called by the trainer when all gradients are there."""
+        self._mark("backward")
+        if self.cuda:
+            self.resident["gradients"] = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
+
+    def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Called by the trainer after the optimizer."""
+        self._mark("optimizer_step")
+        self.step_s = time.perf_counter() - self._started
+
+    def on_log(self, *_args: Any, logs: Any = None, **_kwargs: Any) -> None:
+        """Called by the trainer after each step."""
+        if "loss" in (logs or {}):
+            self.loss = float(logs["loss"])
+
+
+def states_of(optimizer: Any) -> Any:
+    """Every tensor that the optimizer keeps."""
+    kept = getattr(optimizer, "optimizer", optimizer).state.values()
+    return (value for state in kept for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def local_bytes(tensors: Any) -> int:
+    """Bytes on the GPU, of a sharded tensor this rank's; shared memory counts once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.device.type == "cuda":
+            storage = local.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def row_lengths(plan: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of a row in the first step and in the measured one."""
+    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
+    whole = row_length(plan)
+    return min(whole, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple)), whole
+
+
+def random_rows(plan: dict[str, Any], vocab_size: int, seed: int) -> Dataset:
+    """One step of short rows, one of whole ones; every rank's, since the loader deals them out."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.randint(1, vocab_size, (tokens,), generator=generator, dtype=torch.int32).numpy()
+        for tokens in row_lengths(plan)
+        for _ in range(rows_per_step(plan))
+    ]
+    return Dataset.from_dict({"input_ids": rows})
+
+
+def bare_tokenizer() -> PreTrainedTokenizerFast:
+    """What the trainer asks a tokenizer for: a token to pad with, which no row needs."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0}, "<eos>")), eos_token="<eos>"
+    )
+
+
+def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
+    """Two steps, and what the second one took."""
+    plan = job["plan"]
+    if job["device"] == "gpu" and not torch.cuda.is_available():
+        raise JobError("a probe needs one CUDA GPU, and this PyTorch sees none.")
+    if not 0 <= ARGUMENTS.rank < plan["num_gpus"]:
+        raise JobError(f"--rank {ARGUMENTS.rank}: the plan has ranks 0 to {plan['num_gpus'] - 1}.")
+    if ARGUMENTS.capacity is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        if ARGUMENTS.capacity > total:
+            raise JobError(f"--capacity {ARGUMENTS.capacity:,} is more than the {total:,} bytes of this GPU.")
+        torch.cuda.set_per_process_memory_fraction(ARGUMENTS.capacity / total)
+    if plan["backend"] != "single":
+        join_fake_group(ARGUMENTS.rank, plan["num_gpus"])
+    arguments = {**sft_arguments(job), "max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
+    args = SFTConfig(**arguments)
+    config = load_config(job)
+    set_seed(job["training"]["seed"])
+    model = build_model(job, config, args.device, empty=False)
+    rows = random_rows(plan, config.get_text_config().vocab_size, job["training"]["seed"])
+    trainer = make_trainer(job, args, model, bare_tokenizer(), rows, [recorder])
+    recorder.watch(trainer.model)
+    trainer.train()
+    if trainer.state.global_step != 2:
+        raise JobError(f"{trainer.state.global_step} steps ran, planned 2: the rows were not dealt out as planned.")
+    return {"distributed_type": str(trainer.accelerator.distributed_type.value)}
+
+
+def main(job: dict[str, Any]) -> int:
+    """Probe, write probe.json whatever happens, and return the exit code."""
+    (HERE / RESULT_FILE).unlink(missing_ok=True)
+    recorder = PhaseRecorder()
+    exit_code, error, summary, found = 0, None, None, {}
+    try:
+        found = probe(job, recorder)
+    except JobError as problem:
+        exit_code, error = 2, str(problem)
+    except torch.OutOfMemoryError as problem:
+        exit_code, error, summary = (
+            1,
+            f"out of GPU memory: {problem}",
+            torch.cuda.memory_summary() if recorder.cuda else None,
+        )
+    except Exception as problem:
+        traceback.print_exc()
+        exit_code, error = 1, f"{type(problem).__name__}: {problem}"
+    if error is not None:
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+    measured = {
+        "peak_allocated_bytes": max(recorder.phases.values(), default=None),
+        "phases": recorder.phases,
+        "resident": recorder.resident,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if recorder.cuda else None,
+        "pinned_peak_bytes": measure.pinned_peak_bytes() if recorder.cuda else None,
+        "device_used_bytes": measure.device_used_bytes() if recorder.cuda else None,
+        "step_s": recorder.step_s,
+        "loss": recorder.loss,
+    }
+    content = {
+        "exit_code": exit_code,
+        "error": error,
+        "allocator_summary": summary,
+        "rank": ARGUMENTS.rank,
+        "capacity_bytes": ARGUMENTS.capacity,
+        **found,
+        **measured,
+        **measure.environment(),
+    }
+    measure.write_result(HERE / RESULT_FILE, content)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(JOB))
