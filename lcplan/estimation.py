@@ -131,8 +131,15 @@ def make_report(
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
-        not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
+        not_modelled=(*NOT_MODELLED, *_left_out(plan, method)),
     )
+
+
+def _left_out(plan: TrainPlan, method: str) -> tuple[str, ...]:
+    """Phases that this method does not have for this plan."""
+    if method != "formula":
+        return ("evaluation and saving",)
+    return ("saving under DeepSpeed",) if plan.backend == "deepspeed" else ()
 
 
 def _model_summary(spec: ModelSpec) -> ModelSummary:

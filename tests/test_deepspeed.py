@@ -302,6 +302,7 @@ def test_a_checkpoint_holds_masters_and_moments() -> None:
     report = estimate(tiny_spec(), _plan(tiny_spec()), load_gpu("h200"))
     assert report.disk.checkpoint_bytes == 14 * P
     assert report.disk.saved_model_bytes == 2 * P
+    assert "saving under DeepSpeed" in report.not_modelled
     assert "--sp-size" in next(w.fix for w in report.warnings if w.code == "gpus-without-length")
 
 
