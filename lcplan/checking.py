@@ -169,8 +169,11 @@ def row_plan(row: MeasuredRow, spec: ModelSpec) -> TrainPlan:
 
 
 def ring_rank(rank: int, plan: TrainPlan) -> int:
-    """Place of a global rank among those that share its sequence; they are neighbours in accelerate's mesh."""
-    return rank % (plan.cp_size * plan.sp_size)
+    """Place of a global rank among those that share its sequence; they are neighbours in accelerate's mesh.
+
+    Under ZeRO the global rank decides which partition it holds.
+    """
+    return rank if plan.backend == "deepspeed" else rank % plan.cp_size
 
 
 def predicted_peak(spec: ModelSpec, plan: TrainPlan, row: MeasuredRow, method: Method) -> int:

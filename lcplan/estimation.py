@@ -80,7 +80,7 @@ def estimate(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, assumptions: tup
     Raises:
         PlanError: when the formulas do not cover the model or a lever, or the rotary scaling is impossible.
     """
-    by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(plan)}
+    by_rank = {rank: formula.instants(spec, plan, rank=rank) for rank in formula.candidate_ranks(spec, plan)}
     rank = max(by_rank, key=lambda r: max(by_rank[r].totals().values()))
     return make_report(spec, plan, gpu, "formula", by_rank[rank].phases, rank, assumptions)
 
@@ -129,7 +129,7 @@ def estimate_by_trace(
 
 def _ranks_to_trace(spec: ModelSpec, plan: TrainPlan) -> tuple[int, ...]:
     """The rank that holds most by the formulas; every candidate where they do not cover the plan."""
-    candidates = formula.candidate_ranks(plan)
+    candidates = formula.candidate_ranks(spec, plan)
     if len(candidates) == 1:
         return candidates
     try:
@@ -177,7 +177,7 @@ def make_report(
         warnings=tuple(_warnings(spec, plan, host, rope is not None))
         + _offload_warning(spec, plan, totals[peak_phase]),
         assumptions=assumptions,
-        not_modelled=NOT_MODELLED if method == "formula" else (*NOT_MODELLED, "evaluation and saving"),
+        not_modelled=(*NOT_MODELLED, *_left_out(plan, method)),
     )
 
 
@@ -213,6 +213,13 @@ def with_token_budget(report: MemoryReport, tokens: int) -> MemoryReport:
     gpu_hours = None if seconds is None else seconds * report.plan["num_gpus"] / 3600
     budget = TokenBudget(tokens=tokens, steps=steps, seconds=seconds, gpu_hours=gpu_hours)
     return report.model_copy(update={"token_budget": budget})
+
+
+def _left_out(plan: TrainPlan, method: str) -> tuple[str, ...]:
+    """Phases that this method does not have for this plan."""
+    if method != "formula":
+        return ("evaluation and saving",)
+    return ("saving under DeepSpeed",) if plan.backend == "deepspeed" else ()
 
 
 def _model_summary(spec: ModelSpec) -> ModelSummary:
@@ -295,7 +302,7 @@ def _offload_warning(spec: ModelSpec, plan: TrainPlan, peak: int) -> tuple[PlanW
     kept = plan.model_copy(update={"offload_activations": False})
     try:
         without = max(
-            max(formula.instants(spec, kept, rank=r).totals().values()) for r in formula.candidate_ranks(kept)
+            max(formula.instants(spec, kept, rank=r).totals().values()) for r in formula.candidate_ranks(spec, kept)
         )
     except PlanError:
         return ()
@@ -319,9 +326,12 @@ def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:
 
 def _disk(spec: ModelSpec, plan: TrainPlan) -> DiskUse:
     kept = weights.FP32_BYTES if plan.backend == "fsdp2" or plan.dtype == "float32" else weights.BF16_BYTES
+    checkpoint = weights.checkpoint(num_parameters=spec.num_parameters, dtype_bytes=kept)
+    if plan.backend == "deepspeed":
+        checkpoint = weights.zero_checkpoint(num_parameters=spec.num_parameters)
     return DiskUse(
         saved_model_bytes=weights.saved_model(num_parameters=spec.num_parameters, dtype_bytes=kept),
-        checkpoint_bytes=weights.checkpoint(num_parameters=spec.num_parameters, dtype_bytes=kept),
+        checkpoint_bytes=checkpoint,
     )
 
 
@@ -353,6 +363,6 @@ def _warnings(spec: ModelSpec, plan: TrainPlan, host: HostMemory, scaled: bool) 
         warn(
             "gpus-without-length",
             "Data-parallel GPUs share the states but each still holds whole sequences: they do not help length.",
-            "Use --cp-size to split a sequence.",
+            f"Use --{'sp' if plan.backend == 'deepspeed' else 'cp'}-size to split a sequence.",
         )
     return found

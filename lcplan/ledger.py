@@ -44,6 +44,8 @@ PHASE_HELP = {
     "evaluation.mlp": "MLP of a layer in a forward pass without gradients",
     "evaluation.loss": "scoring of an evaluation batch",
     "save": "saving the trained model; FSDP2 gathers one parameter after another",
+    "backward.reduction": "DeepSpeed: the largest reduction of a full bucket of gradients",
+    "gradient_norm": "DeepSpeed: the norm of this rank's gradients, in float64",
     "optimizer_step": "optimizer step: all gradients, no activations",
     DEVICE: "on top of every phase; not handed out by PyTorch's allocator",
 }

@@ -163,7 +163,7 @@ class Prices:
     def device_peak(self, plan: TrainPlan) -> int:
         """Device peak of the plan's worst rank."""
         self.num_priced += 1
-        ranks = formula.candidate_ranks(plan)
+        ranks = formula.candidate_ranks(self.spec, plan)
         return max(
             self._on_device(plan, sum(make().values()))
             for rank in ranks
@@ -175,7 +175,7 @@ class Prices:
         plan = candidate.plan
         if self._is_above(plan, self.forward(plan), limit):
             return True
-        for rank in reversed(formula.candidate_ranks(plan)):
+        for rank in reversed(formula.candidate_ranks(self.spec, plan)):
             makers = formula.phases(self.spec, plan, rank=rank)
             likely = self._worst.get(candidate.levers, "")
             for phase in sorted(makers, key=lambda phase: phase != likely):

@@ -7,7 +7,19 @@ from importlib import resources
 
 import pytest
 
-from lcplan.estimators import activations, attention, gradients, host, lora, loss_head, moe, optimizer, runtime, weights
+from lcplan.estimators import (
+    activations,
+    attention,
+    deepspeed,
+    gradients,
+    host,
+    lora,
+    loss_head,
+    moe,
+    optimizer,
+    runtime,
+    weights,
+)
 from lcplan.estimators._item import ITEMS, Item, item
 
 T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
@@ -153,6 +165,32 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (host.pinned_shards(parameters=(100, 1000), ranks=8), 2 * (64 + 512)),
         (host.optimizer_states(num_parameters=1001, ranks=8), 1001),
         (host.load_copies(num_parameters=10, dtype_bytes=4, copies=3), 120),
+        (deepspeed.master_weights(num_parameters=1001, ranks=8), 501),
+        (deepspeed.gradient_shards(num_parameters=1001, ranks=8), 251),
+        (deepspeed.bucket(dtype_bytes=2), 10**9),
+        (deepspeed.bucket(dtype_bytes=4), 2 * 10**9),
+        (deepspeed.offload_buffer(largest_parameter=V * H), 44_800),
+        (deepspeed.gathered(elements=11), 22),
+        (deepspeed.persistent(elements=11), 22),
+        (deepspeed.own_gradients(elements=11), 22),
+        (deepspeed.partition_gradients(elements=11), 22),
+        (deepspeed.reduction(copies=1, elements=1001, dtype_bytes=2, ranks=8), 2002),
+        (deepspeed.reduction(copies=0, elements=1001, dtype_bytes=2, ranks=8), 0),
+        # two float32 copies, and an eighth in bf16
+        (deepspeed.reduction(copies=2, elements=1001, dtype_bytes=4, ranks=8), 8008 + 251),
+        (deepspeed.offloaded_slice(elements=1001, returns=False), 8008),
+        (deepspeed.offloaded_slice(elements=1001, returns=True), 2002 + 8008),
+        (deepspeed.offloaded_slice(elements=10**9, returns=True), 2 * 10**9 + 2 * 10**9),
+        (deepspeed.norm(largest_slice=1001), 8008),
+        (deepspeed.float32_gradient(elements=1001, slices=1), 4004),
+        (deepspeed.float32_gradient(elements=1001, slices=2), 6006),
+        (deepspeed.ulysses_batch(sequence_tokens=28, tokens_per_rank=T), 8 * (4 * 28 + 7)),
+        (weights.zero_checkpoint(num_parameters=10), 140),
+        # 4 * 100 bytes become 512, 4 * 1000 become 4096; stage 2 has masters beside the gradients
+        (host.zero_pinned_gradients(updated=(100, 1000), masters_too=False), 512 + 4096),
+        (host.zero_pinned_gradients(updated=(100, 1000), masters_too=True), 2 * (512 + 4096)),
+        (host.zero_pinned_copies(buffers=(100, 1000)), 256 + 2048),
+        (host.zero_masters(num_parameters=1001, ranks=8), 501),
         (runtime.cublas_workspace(), 67_108_864),
         (runtime.cuda_context(), 957_153_280),
         (runtime.nccl(), 2_156_789_760 - 957_153_280),

@@ -116,7 +116,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a sliding window. with --activation-offloading": {"padding": True, "activation_offloading": True},
     "packing": {"packing": True},
     "loss full": {"loss": "full", "dtype": "float32"},
-    "deepspeed": {"backend": "deepspeed", "num_gpus": 2},
 }
 
 
@@ -420,7 +419,7 @@ def test_no_other_layer_holds_more_than_those_looked_at(shape: Any, family: Any,
     """Every layer of a deep model with layers of several kinds, against the few that can be its peak."""
     spec = tiny_spec(**shape | family | {"num_hidden_layers": 9})
     plan = plan_of(spec, max_length=length, **lever)
-    step = formula._Step(spec, plan, 0)
+    step = formula.Step(spec, plan, 0)
     everywhere = {
         index: max(sum(step.backward(index, instant).values()) for instant in step.own_instants(index))
         for index in range(9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lcplan.errors import PlanError
+from lcplan.estimators import deepspeed_order
 from lcplan.estimators.layer import TRAITS
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
@@ -38,15 +39,17 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        "--backend deepspeed": plan.backend == "deepspeed",
         "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
             plan.checkpoint_every_n_layers > 1 and float32
         ),
-        "--offload-params without --backend fsdp2": plan.offload_params and not fsdp,
+        "--offload-params without --backend fsdp2 or deepspeed": (
+            plan.offload_params and plan.backend not in ("fsdp2", "deepspeed")
+        ),
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         **_uncovered_lora(spec, plan, plain=plain),
+        **_uncovered_deepspeed(spec, plan),
         # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
         f"{spec.model_type} with --attn-implementation flash_attention_2": (
             plan.attn_implementation == "flash_attention_2" and spec.model_type in ("phi3", "glm4", "gpt_oss")
@@ -93,6 +96,38 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
+
+
+def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
+    """What of ZeRO was neither measured nor plain from DeepSpeed's code; names as in ``order.parameters``."""
+    deepspeed = plan.backend == "deepspeed"
+    if not deepspeed:
+        return {}
+    counted = sum(parameter.numel for parameter in deepspeed_order.parameters(spec).values())
+    also = {
+        "one GPU": plan.num_gpus == 1,
+        f"model_type {spec.model_type}": spec.model_type not in ("llama", "mistral", "qwen2", "qwen3"),
+        f"{spec.id}, which has biases outside q, k and v": counted != spec.num_parameters,
+        f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
+        f"--optim {plan.optim}": plan.optim != "adamw_torch_fused",
+        f"--per-device-train-batch-size {plan.per_device_train_batch_size}": plan.per_device_train_batch_size > 1,
+        f"--gradient-accumulation-steps {plan.gradient_accumulation_steps}": plan.gradient_accumulation_steps > 1,
+        f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing != "full",
+        f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers}": plan.checkpoint_every_n_layers > 1,
+        f"--loss {plan.loss}": plan.loss != "chunked",
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        "--freeze-embeddings": plan.freeze_embeddings,
+        "--freeze-head": plan.freeze_head,
+        "--activation-offloading": plan.activation_offloading,
+        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
+        "--padding": plan.padding,
+        "layers that are not full attention": not spec.is_full_attention,
+        f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
+        "--zero-stage 1 and --offload-optimizer": plan.zero_stage == 1 and plan.offload_optimizer,
+        f"--zero-stage {plan.zero_stage} and --sp-size {plan.sp_size}": plan.zero_stage != 3 and plan.sp_size > 1,
+        "--offload-params without --offload-optimizer": plan.offload_params and not plan.offload_optimizer,
+    }
+    return {f"--backend deepspeed with {what}": present for what, present in also.items()}
 
 
 def _uncovered_evaluation(

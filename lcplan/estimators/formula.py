@@ -19,6 +19,7 @@ from typing import NamedTuple
 from lcplan.estimators import (
     activations,
     attention,
+    deepspeed_order,
     evaluation,
     gradients,
     host,
@@ -34,6 +35,7 @@ from lcplan.estimators.layer import TRAITS, Alive, AttentionPath, LayerInstant, 
 from lcplan.estimators.layer import instants as layer_instants
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
+from lcplan.units import ceil_div
 
 BOOL_BYTES = 1
 """torch.bool.itemsize: one byte an element."""
@@ -63,21 +65,20 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
 
 def forward_bytes(spec: ModelSpec, plan: TrainPlan) -> int:
     """Bytes of a covered plan's forward phase on rank 0: a bound of its peak from below that costs little."""
-    return sum(_Step(spec, plan, 0).forward().values())
+    return sum(_step(spec, plan, 0).forward().values())
 
 
 def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
     """What makes each phase of a covered plan, in step order: one phase alone already bounds the peak from below."""
-    step = _Step(spec, plan, rank)
-    makers: dict[str, Callable[[], Alive]] = {
-        "forward": step.forward, "loss": step.loss, "final_norm": step.final_norm,
-    }  # fmt: skip
-    for index in step.layers_that_can_peak():
-        for instant in step.own_instants(index):
-            makers[f"backward[{index}].{instant.name}"] = partial(step.backward, index, instant)
-    makers |= {"backward.embedding": step.embedding_backward, "optimizer_step": step.optimizer_step}
-    makers |= {phase: partial(dict, alive) for phase, alive in step.evaluation().items()}
-    return makers | {"save": step.save}
+    return _step(spec, plan, rank).phases()
+
+
+def _step(spec: ModelSpec, plan: TrainPlan, rank: int) -> Step:
+    if plan.backend != "deepspeed":
+        return Step(spec, plan, rank)
+    from lcplan.estimators.deepspeed_step import ZeroStep  # derives from Step
+
+    return ZeroStep(spec, plan, rank)
 
 
 class Kind(NamedTuple):
@@ -109,7 +110,7 @@ def _above(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(reversed(sizes)))[::-1]
 
 
-class _Step:
+class Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
@@ -191,12 +192,25 @@ class _Step:
             cp_size=plan.cp_size,
             first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
+            sp_size=plan.sp_size,
             narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
             lora_dropout=plan.lora_dropout > 0,
             quantised=self.quantised,
             lora_targets=self.targets,
         )
+
+    def phases(self) -> dict[str, Callable[[], Alive]]:
+        """What makes each phase, in step order."""
+        makers: dict[str, Callable[[], Alive]] = {
+            "forward": self.forward, "loss": self.loss, "final_norm": self.final_norm,
+        }  # fmt: skip
+        for index in self.layers_that_can_peak():
+            for instant in self.own_instants(index):
+                makers[f"backward[{index}].{instant.name}"] = partial(self.backward, index, instant)
+        makers |= {"backward.embedding": self.embedding_backward, "optimizer_step": self.optimizer_step}
+        makers |= {phase: partial(dict, alive) for phase, alive in self.evaluation().items()}
+        return makers | {"save": self.save}
 
     def own_instants(self, index: int) -> tuple[LayerInstant, ...]:
         """Those instants of a layer's backward that can be its largest."""
@@ -644,7 +658,9 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
         dtype_bytes=size,
     )
     alive = {host.pinned_layer_inputs.key: pinned}
-    if plan.offload_params:
+    if plan.backend == "deepspeed":
+        alive |= _zero_on_host(spec, plan)
+    elif plan.offload_params:
         shards = tuple(rows * columns for rows, columns in spec.matrix_shapes())
         alive[host.pinned_shards.key] = host.pinned_shards(parameters=shards, ranks=plan.shard_size)
         alive[host.optimizer_states.key] = host.optimizer_states(
@@ -655,13 +671,39 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     load = host.load_copies(
         num_parameters=spec.num_parameters,
         dtype_bytes=state_bytes(plan),
-        copies=min(plan.num_gpus, plan.gpus_per_node) if plan.backend == "ddp" else 1,
+        copies=min(plan.num_gpus, plan.gpus_per_node) if plan.backend in ("ddp", "deepspeed") else 1,
     )
     return alive | {host.load_copies.key: load}
 
 
+def _zero_on_host(spec: ModelSpec, plan: TrainPlan) -> Alive:
+    """What DeepSpeed keeps of a rank's states on the host: gradients and copies pinned, moments not."""
+    if not plan.offload_optimizer:
+        return {}
+    ranks, stage3 = plan.shard_size, plan.zero_stage == 3
+    sizes = deepspeed_order.parameters(spec)
+    if stage3:
+        updated = tuple(count for count, _ in deepspeed_order.sub_groups(sizes, ranks))
+    else:
+        updated = tuple(deepspeed_order.partition_size(sizes, ranks, decays=decays) for decays in (True, False))
+    pinned = host.zero_pinned_gradients
+    alive = {pinned.key: pinned(updated=updated, masters_too=not stage3)}
+    copies, moments = host.zero_pinned_copies, host.optimizer_states
+    numels = tuple(p.numel for p in sizes.values())
+    if stage3:
+        whole: tuple[int, ...] = (ceil_div(sum(numels), ranks),)
+        if plan.offload_params:
+            whole += tuple(deepspeed_order.shard_size(sizes, ranks, decays=decays) for decays in (True, False))
+            whole += tuple(ceil_div(numel, ranks) for numel in numels)
+        alive[host.zero_masters.key] = host.zero_masters(num_parameters=spec.num_parameters, ranks=ranks)
+    else:
+        whole = (*updated, max(numels))
+    alive[copies.key] = copies(buffers=whole)
+    return alive | {moments.key: moments(num_parameters=spec.num_parameters, ranks=ranks)}
+
+
 def _paged_states(spec: ModelSpec, plan: TrainPlan) -> int:
-    step = _Step(spec, plan, rank=0)
+    step = Step(spec, plan, rank=0)
     small = lora.small_adapter_parameters(step.targets, plan.lora_r or 0, optimizer.PAGED_FROM)
     paged = step.trainable - small * step.layers
     wide = paged if plan.optim == "paged_adamw_32bit" else spec.embedding_parameters if step.trains_embedding else 0
@@ -687,19 +729,25 @@ class HostNeed:
 def host_need(spec: ModelSpec, plan: TrainPlan) -> HostNeed:
     """Host memory that the plan needs."""
     items = host_items(spec, plan)
-    pinned = sum(items.get(item.key, 0) for item in (host.pinned_layer_inputs, host.pinned_shards))
     return HostNeed(
-        pinned_bytes_per_rank=pinned,
-        other_bytes_per_rank=items.get(host.optimizer_states.key, 0) + items.get(host.paged_states.key, 0),
+        pinned_bytes_per_rank=sum(items.get(item.key, 0) for item in host.PINNED),
+        other_bytes_per_rank=sum(items.get(item.key, 0) for item in host.PAGEABLE),
         load_bytes_per_node=items[host.load_copies.key],
         ranks_per_node=min(plan.num_gpus, plan.gpus_per_node),
     )
 
 
-def candidate_ranks(plan: TrainPlan) -> tuple[int, ...]:
+def candidate_ranks(spec: ModelSpec, plan: TrainPlan) -> tuple[int, ...]:
     """Ranks of which one holds the most.
 
     The ring's first rank runs kernels of another shape than the others, which all run the same; the last alone keeps no
-    second copy of the attention output, so it never holds more than the one before it.
+    second copy of the attention output, so it never holds more than the one before it. Under ZeRO stages 1 and 2 a rank
+    holds whole gradients of what its partition cuts: both ends, and where the tables end and begin.
     """
+    if plan.backend == "deepspeed" and plan.zero_stage != 3:
+        each = ceil_div(spec.num_parameters, plan.shard_size)
+        table, last = spec.vocab_size * spec.hidden_size, plan.shard_size - 1
+        edges = (table // each, (spec.num_parameters - table) // each)
+        near = {rank for edge in edges for rank in (edge - 1, edge, edge + 1)}
+        return tuple(sorted({0, last} | {rank for rank in near if 0 <= rank <= last}))
     return (0, 1) if plan.cp_size > 1 else (0,)

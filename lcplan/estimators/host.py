@@ -6,7 +6,7 @@ Letters: n layers, T tokens per rank, H hidden size, b bytes of one element, P p
 from __future__ import annotations
 
 from lcplan.estimators._item import item
-from lcplan.estimators.weights import FP32_BYTES
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 from lcplan.units import ceil_div, pow2_ceil
 
 
@@ -28,7 +28,7 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 def load_copies(*, num_parameters: int, dtype_bytes: int, copies: int) -> int:
     """The whole model in host memory while the job starts: the main process alone reads it and sends out the shards.
 
-    Under DDP every process of the node reads its own.
+    Under DDP and DeepSpeed (without zero.Init) every process of the node reads its own.
 
     Formula: ``b * P * copies``
     Live in: init
@@ -80,3 +80,55 @@ def paged_states(*, narrow_parameters: int, wide_parameters: int) -> int:
     Confidence: modelled
     """
     return 2 * narrow_parameters + 2 * FP32_BYTES * wide_parameters
+
+
+@item("host.zero_pinned_gradients", "gradient")
+def zero_pinned_gradients(*, updated: tuple[int, ...], masters_too: bool) -> int:
+    """Pinned float32 gradients of what ZeRO updates at once; in stage 2 the masters beside them.
+
+    Formula: ``pow2ceil(4*E)`` summed over groups; stage 2 twice that
+    Live in: every phase (offload_optimizer)
+    Rounding: the pinned allocator rounds every block up to a power of two
+    Ignores: nothing
+    Source: deepspeed 0.19.8 stage3.py initialize_optimizer_states, stage_1_and_2.py; pinned bytes of m310, m318-m320
+    Confidence: exact
+    """
+    blocks = sum(pow2_ceil(FP32_BYTES * elements) for elements in updated)
+    return 2 * blocks if masters_too else blocks
+
+
+@item("host.zero_pinned_copies", "parameter")
+def zero_pinned_copies(*, buffers: tuple[int, ...]) -> int:
+    """Pinned bf16 buffers of ZeRO's offload.
+
+    Stage 3: the gradients of the shard, and with offload_params its parameters, once as they were loaded, which the
+    pinned cache keeps, and once flat. Stage 2: the updated partitions, and the largest gradient.
+
+    Formula: ``pow2ceil(2*E)`` summed over buffers
+    Live in: every phase (offload_optimizer, offload_params)
+    Rounding: the pinned allocator rounds every block up to a power of two
+    Ignores: nothing
+    Source: deepspeed 0.19.8 stage3.py, stage_1_and_2.py, partition_parameters.py; pinned bytes of m310, m318-m320
+    Confidence: exact
+    """
+    return sum(pow2_ceil(BF16_BYTES * elements) for elements in buffers)
+
+
+@item("host.zero_masters", "parameter")
+def zero_masters(*, num_parameters: int, ranks: int) -> int:
+    """Float32 masters of a rank's shard in ordinary host memory (stage 3, offload_optimizer).
+
+    Formula: ``4*P/W``
+    Live in: every phase
+    Rounding: up to whole bytes
+    Ignores: the second copy while they are made
+    Source: deepspeed 0.19.8 stage3.py _create_fp32_partitions
+    Confidence: modelled
+    """
+    return ceil_div(FP32_BYTES * num_parameters, ranks)
+
+
+PINNED = (pinned_layer_inputs, pinned_shards, zero_pinned_gradients, zero_pinned_copies)
+"""Items that stay in pinned memory while the job trains."""
+PAGEABLE = (optimizer_states, paged_states, zero_masters)
+"""Items in ordinary host memory while the job trains."""

@@ -113,6 +113,8 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
+    sp_size: int
+    """Ranks that exchange their tokens for heads around attention (Ulysses)."""
     narrow_adapters: bool
     """Adapters compute in bf16 and take their inputs as they are: FSDP2 casts the unit, TRL those on a 4-bit base."""
     lora_rank: int | None
@@ -160,6 +162,11 @@ class LayerShape:
         spec = self.spec
         return {"heads": spec.num_attention_heads, "kv_heads": spec.num_key_value_heads, "head_dim": spec.head_dim}
 
+    @property
+    def attended_heads(self) -> dict[str, int]:
+        """Heads as the attention kernel sees them; Ulysses repeats key/value heads until every rank has one."""
+        return self.heads | {"kv_heads": max(self.spec.num_key_value_heads, self.sp_size)}
+
 
 def merge(*parts: Alive) -> Alive:
     """Sum of the parts, key by key."""
@@ -206,7 +213,7 @@ def _saved_attention(shape: LayerShape) -> Alive:
             repeated_heads=shape.repeated_heads, head_dim=spec.head_dim,
         )  # fmt: skip
     else:
-        alive[attention.saved.key] = attention.saved(tokens=shape.tokens, **shape.heads)
+        alive[attention.saved.key] = attention.saved(tokens=shape.tokens, **shape.attended_heads)
     if shape.traits.fused_qkv and not shape.copies_values:
         alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=shape.tokens, **shape.heads)
     return alive
@@ -245,7 +252,8 @@ def _unpacked_input(shape: LayerShape) -> Alive:
 
 def _saved_output(shape: LayerShape) -> Alive:
     # eager attention's output is such a copy already, and nothing keeps the first
-    if shape.attention == "eager" or not (shape.ring_copies_output or shape.traits.copies_output):
+    copies = shape.ring_copies_output or shape.traits.copies_output or shape.sp_size > 1
+    if shape.attention == "eager" or not copies:
         return {}
     if shape.frozen and ("o_proj" not in shape.lora_targets or shape.lora_dropout):
         return {}  # nothing needs the copy: a frozen o_proj has no gradient, and an adapter keeps its dropped input
@@ -468,7 +476,7 @@ def _closing_norm(shape: LayerShape) -> LayerInstant:
 def _attention_backward(shape: LayerShape) -> Alive:
     """What is alive when the kernel, or the softmax, runs backward."""
     spec = shape.spec
-    sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.heads}
+    sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.attended_heads}
     if shape.attention == "eager":
         scores = attention.eager_backward
         return merge(_before_scores(shape), {scores.key: scores(**_score_sizes(shape))})

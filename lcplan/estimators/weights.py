@@ -167,3 +167,17 @@ def checkpoint(*, num_parameters: int, dtype_bytes: int) -> int:
     Confidence: modelled
     """
     return 3 * dtype_bytes * num_parameters
+
+
+@item("disk.zero_checkpoint", "optimizer_state")
+def zero_checkpoint(*, num_parameters: int) -> int:
+    """One resumable checkpoint of DeepSpeed: bf16 weights, float32 masters and both moments, in files of all ranks.
+
+    Formula: ``(2 + 4 + 8)*P``
+    Live in: save
+    Rounding: exact
+    Ignores: padding of the shards, scheduler, random states
+    Source: deepspeed 0.19.8 runtime/engine.py save_checkpoint
+    Confidence: modelled
+    """
+    return (BF16_BYTES + 3 * FP32_BYTES) * num_parameters

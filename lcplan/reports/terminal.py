@@ -96,9 +96,10 @@ def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | N
     out = console or Console()
     print_answer(report, units=units, console=out)
     plan = report.plan
+    split = "sp_size" if plan["backend"] == "deepspeed" else "cp_size"
     out.print(
         f"{report.model.id} ({format_parameters(report.model.num_parameters)}), {plan['max_length']:,} tokens, "
-        f"{plan['num_gpus']} x {plan['gpu']}, {plan['backend']}, cp_size {plan['cp_size']}, "
+        f"{plan['num_gpus']} x {plan['gpu']}, {plan['backend']}, {split} {plan[split]}, "
         f"{report.method} method, rank {report.peak_rank}",
         highlight=False,
         markup=False,
