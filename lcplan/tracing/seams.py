@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,21 @@ def gpu_behaviour(*, sharded: bool = False) -> Iterator[None]:
     triton = tuple((module, name, _Triton) for module, name in MAY_BE_MISSING if not _has(module, name))
     with _replaced(GPU_BEHAVIOUR + triton):
         yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the libraries say of a job that is not one: labels and positions made by themselves, old meshes."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager

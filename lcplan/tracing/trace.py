@@ -20,7 +20,7 @@ from lcplan.tracing.extension import extend, extension_of
 from lcplan.tracing.kernels import beside_outputs, settled_categories
 from lcplan.tracing.model import build, materialise
 from lcplan.tracing.modules import RunningModule, name_phases, without_index
-from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, watched_storages
+from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, quiet, watched_storages
 from lcplan.tracing.sharding import Ranks, ranks_of, shard
 from lcplan.tracing.step import micro_steps, optimizer_step
 from lcplan.tracing.storages import Alive, Kind, StorageTracker
@@ -111,7 +111,7 @@ def trace_layers(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     sharded = plan.backend == "fsdp2"
-    with gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, contextlib.ExitStack() as stack:
+    with quiet(), gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, contextlib.ExitStack() as stack:
         if sharded:
             stack.enter_context(fsdp_as_in(torch_version))
         model = build(spec, plan, num_layers)
