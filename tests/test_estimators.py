@@ -124,6 +124,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (loss_head.logits_tile(tokens=10_000), 256 * 2**20),
         (loss_head.casts(tokens=T, hidden_size=H, vocab_size=151_936), 2 * 40 * (65_536 + 7)),
         (loss_head.casts(tokens=T, hidden_size=H, vocab_size=V), 2 * 40 * (560 + 7)),
+        (loss_head.casts(tokens=4097, hidden_size=H, vocab_size=V), 2 * 40 * (2 * 560 + 4096)),
         (loss_head.full_logits(tokens=T, vocab_size=V, hidden_size=H), (6720 + 80) * 7),
         # 7*40*2 = 560 bytes a layer become 1024
         (host.pinned_layer_inputs(num_layers=5, tokens=T, hidden_size=H, dtype_bytes=2), 5120),

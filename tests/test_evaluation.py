@@ -63,6 +63,10 @@ def test_fsdp2_gathers_one_parameter_at_a_time_to_save() -> None:
     assert phases["save"]["save.gathered_parameter"] == 4 * 560 * 40
     assert phases["evaluation.mlp"]["weights.gathered_head"] == phases["evaluation.loss"]["weights.gathered_head"]
     assert "weights.gathered_layers" in phases["evaluation.mlp"]
+    untied = tiny_spec(tie_word_embeddings=False)
+    phases = formula.instants(untied, plan_of(untied, **given)).phases
+    assert "weights.gathered_head" in phases["evaluation.loss"]
+    assert "weights.gathered_head" not in phases["evaluation.mlp"]
 
 
 REFUSED: dict[str, dict[str, Any]] = {
