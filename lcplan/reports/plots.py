@@ -63,19 +63,30 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))
 SHADES = ("#000000", "#0072B2", "#C24E00", "#009E73", "#8A4F7D", "#555555", "#7A6A00")
 
 
+def need_matplotlib() -> None:
+    """Refuse to go on without matplotlib.
+
+    Raises:
+        EnvironmentProblem: naming the extra.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "missing-extra", f"pictures need matplotlib ({error}). Install it: pip install 'lcplan[plots]'"
+        ) from None
+
+
 def draw(picture: Picture, *, units: ByteUnits = "GiB") -> Figure:
     """The figure of a picture.
 
     Raises:
         EnvironmentProblem: when matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "missing-extra", f"pictures need matplotlib ({error}). Install it: pip install 'lcplan[plots]'"
-        ) from None
+    need_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_settings(picture.kind)):
         figure = Figure(layout="constrained")
         if isinstance(picture, Timeline):
@@ -124,12 +135,13 @@ def inline_svg(picture: Picture, *, units: ByteUnits = "GiB") -> str:
         EnvironmentProblem: when matplotlib is not installed.
     """
     import re
+    from html import escape
 
     text = render(picture, "svg", units=units).decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    own = f"{picture.kind}-"
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{own}", text)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{picture.kind}-", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(picture.title, quote=True)}" ', 1)
 
 
 def format_of(path: Path) -> FileFormat:
@@ -285,10 +297,11 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
         colour, line = SHADES[index % len(SHADES)], LINES[index % len(LINES)]
         lengths, sizes = zip(*curve.points, strict=True)
         axes.plot(lengths, [size / one for size in sizes], color=colour, linestyle=line, linewidth=1.8, zorder=3)
-        leaves = (curve.longest, usable)
-        if curve.longest is None:
+        if curve.longest is not None:
+            leaves = (curve.longest, usable)
+        else:
             leaves = (lengths[-1], sizes[-1] / one) if curve.always_fits else (lengths[0], usable)
-        axes.plot(*leaves, MARKS[index % len(MARKS)], color=colour, markersize=8, zorder=6, clip_on=False)
+        axes.plot(leaves[0], leaves[1], MARKS[index % len(MARKS)], color=colour, markersize=8, zorder=6, clip_on=False)
         # a lane of its own above the axes, the lower the further right: no words cross a line
         lane = 1.03 + 0.055 * (len(picture.curves) - 1 - index)
         axes.annotate(
