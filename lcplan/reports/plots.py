@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FileFormat = Literal["svg", "png"]
-Where = Literal["top", "left", "right", "beside"]
+Where = Literal["top", "left", "above", "beside"]
 PNG_DPI = 150
 NAMED_ROWS = 6
 """Rows furthest off that have their names beside them."""
@@ -141,7 +141,9 @@ def inline_svg(picture: Picture, *, units: ByteUnits = "GiB") -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{picture.kind}-", text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(picture.title, quote=True)}" ', 1)
+    points = float(re.findall(r'\bwidth="([\d.]+)pt"', text)[0])
+    title = escape(picture.title, quote=True)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="min-width: {0.8 * points:.0f}pt" ', 1)
 
 
 def format_of(path: Path) -> FileFormat:
@@ -169,12 +171,14 @@ def _limit(axes: Axes, usable: int, gpu: str, units: ByteUnits, *, where: Where)
     line = axes.axvline if where == "top" else axes.axhline
     line(value, color=LIMIT, linewidth=2, linestyle=(0, (6, 2)), zorder=5)
     words = f"{gpu}: {format_bytes(usable, units)} usable"
+    if where == "above":
+        words = f"- - -  {words}"
     if where == "beside":
         words = words.replace(": ", ":\n")
     at, coords, offset, align = {
         "top": ((value, 1), ("data", "axes fraction"), (4, 2), ("left", "bottom")),
         "left": ((0, value), ("axes fraction", "data"), (4, 3), ("left", "bottom")),
-        "right": ((1, value), ("axes fraction", "data"), (-4, 3), ("right", "bottom")),
+        "above": ((0, 1), ("axes fraction", "axes fraction"), (0, 2), ("left", "bottom")),
         "beside": ((1, value), ("axes fraction", "data"), (6, 0), ("left", "center")),
     }[where]
     axes.annotate(
@@ -214,12 +218,13 @@ def _draw_timeline(picture: Timeline, figure: Figure, units: ByteUnits) -> None:
     step.set_ylim(0, 1.1 * highest / one)
     step.set_xlim(-0.7, count - 0.3)
     step.set_xticks(range(count), [phase_words(instant.phase) for instant in picture.instants], rotation=90)
+    gaps = sum(instant.after_others for instant in picture.instants)
     for index, instant in enumerate(picture.instants):
         if instant.after_others:
             step.axvline(index - 0.5, color=FAINT, linestyle=":", linewidth=1)
             step.annotate(
-                "layers between", (index - 0.5, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom",
-                fontsize=8, color=FAINT,
+                "layers between" if gaps == 1 else "...", (index - 0.5, 1), xycoords=("data", "axes fraction"),
+                ha="center", va="bottom", fontsize=8, color=FAINT,
             )  # fmt: skip
     step.set_ylabel(f"memory of one GPU, {units}")
     step.set_xlabel("instants of the step, in order")
@@ -228,7 +233,7 @@ def _draw_timeline(picture: Timeline, figure: Figure, units: ByteUnits) -> None:
         f"{top:,.1f}", (picture.peak, top), xytext=(0, 3), textcoords="offset points", ha="center",
         fontweight="bold", zorder=7,
     )  # fmt: skip
-    _limit(step, picture.usable_bytes, picture.gpu, units, where="right")
+    _limit(step, picture.usable_bytes, picture.gpu, units, where="above")
     _name_those_elsewhere(picture, step, one)
     _draw_peak(picture, peak, units)
 
@@ -316,7 +321,8 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
     axes.set_xscale("log", base=2)
     first, last = picture.curves[0].points[0][0], picture.curves[0].points[-1][0]
     axes.set_xlim(first, last)
-    ticks = [first << i for i in range(0, (last // first).bit_length(), 2)]
+    doublings = (last // first).bit_length()
+    ticks = [first << i for i in range(0, doublings, 2 if doublings > 6 else 1)]
     axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("max_length, tokens of one sequence (log scale)")

@@ -26,7 +26,7 @@ LETTERS = {
     "weights": "W", "parameter": "W", "optimizer": "O", "optimizer_state": "O", "gradients": "G", "gradient": "G",
     "lora": "R", "communication": "C", "all_gather": "C", "reduce_scatter": "S", "activations": "A", "activation": "A",
     "attention": "T", "mlp": "M", "moe": "X", "loss_head": "L", "evaluation": "E", "save": "V", "temporary": "P",
-    "probe": "B", "input": "I", "buffer": "F", "runtime": "U", "other": ".",
+    "probe": "B", "input": "I", "inputs": "I", "buffer": "F", "runtime": "U", "other": ".",
 }  # fmt: skip
 """One character a group, so that a stack reads without colour."""
 LEAST_BAR = 16
