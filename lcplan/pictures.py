@@ -68,7 +68,7 @@ class LengthCurve(Record):
     """Device peak against max_length with one set of levers."""
 
     lever: str
-    """The last lever that was pulled; those of the curves before it are pulled too."""
+    """What was pulled last; the levers of the curves before it are pulled too."""
     points: tuple[tuple[int, int], ...]
     """(max_length, device peak bytes), shortest first."""
     longest: int | None

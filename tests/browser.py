@@ -83,11 +83,10 @@ class Page:
                 raise TimeoutError(condition)
             time.sleep(0.02)
 
-    def press(self, key: str, code: int, modifiers: int = 0) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, modifiers=modifiers
-            )
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """One key; ``text`` is what it types."""
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
 
     def screenshot(self, path: Path | None = None, *, whole: bool = False) -> bytes:
         image = base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lcplan.errors import EnvironmentProblem, InputError
+from lcplan.explanation import NAIVE
 from lcplan.pictures import (
     AccuracyPicture,
     LengthCurve,
@@ -310,7 +311,7 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
         # a lane of its own above the axes, the lower the further right: no words cross a line
         lane = 1.03 + 0.055 * (len(picture.curves) - 1 - index)
         axes.annotate(
-            _curve_words(index, curve), (leaves[0], lane), xycoords=("data", "axes fraction"), xytext=(4, 0),
+            _curve_words(curve), (leaves[0], lane), xycoords=("data", "axes fraction"), xytext=(4, 0),
             textcoords="offset points", color=colour, va="center", annotation_clip=False,
         )  # fmt: skip
         axes.annotate(
@@ -335,8 +336,8 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
     _limit(axes, picture.usable_bytes, picture.gpu, units, where="beside")
 
 
-def _curve_words(index: int, curve: LengthCurve) -> str:
-    name = "naive: full logits, everything saved" if index == 0 else f"+ {curve.lever}"
+def _curve_words(curve: LengthCurve) -> str:
+    name = "naive: full logits, everything saved" if curve.lever == NAIVE else f"+ {curve.lever}"
     if curve.always_fits:
         return f"{name}: fits all the way"
     return f"{name}: never fits" if curve.longest is None else f"{name}: up to {curve.longest:,} tokens"
@@ -379,7 +380,7 @@ def _draw_waterfall(picture: WaterfallPicture, figure: Figure, units: ByteUnits)
             text, (max(size, before), row), xytext=(10, 0), textcoords="offset points", va="center", zorder=7,
             fontweight="bold" if step.fits else "normal",
         )  # fmt: skip
-    names = [step.lever if row == 0 else f"+ {step.lever}" for row, step in enumerate(steps)]
+    names = [step.lever if step.lever == NAIVE else f"+ {step.lever}" for step in steps]
     axes.set_yticks(range(len(steps)), names)
     axes.set_xlabel(f"device peak of one GPU, {units} (log scale); a band is what the lever saves")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -15,8 +15,8 @@ from lcplan.reports.plots import STYLE
 from lcplan.reports.wording import group_words
 from lcplan.train_plan import TrainPlan
 
-GPUS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of GPUs on the slider."""
+GPUS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of GPUs on the slider: parts of a node of eight, and whole ones."""
 LENGTHS = tuple(sorted(size << k for size in (2, 3) for k in range(9, 24) if (size << k) <= 1 << 24))
 """Lengths on the slider: powers of two from 1,024 on, and what lies half way between two of them."""
 
