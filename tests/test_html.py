@@ -220,6 +220,10 @@ def test_a_traced_report_has_a_page_too(page_of, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     _, page = page_of(str(tmp_path), "--max-length", "512", "--gpu", "a10g", "--method", "trace")
     assert "trace method" in page.text
+    assert "Part by part, as traced" in page.texts
+    assert "Tensors alive at the peak, as traced" in page.texts
+    assert "model.layers.*.mlp" in " ".join(page.texts)
+    assert len(page.all("table")) == len(page.all("caption"))
     assert "+ activation-checkpointing" in page.text
     assert any("--method trace" in text for text in page.texts if text.startswith("lcplan estimate"))
 
