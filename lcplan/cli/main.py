@@ -17,6 +17,8 @@ COMMANDS = {
     "run": "lcplan.cli.run",
     "check": "lcplan.cli.check",
     "list": "lcplan.cli.listing",
+    "plot": "lcplan.cli.plot",
+    "serve": "lcplan.cli.serve",
 }
 """Command -> module with its ``command``; only the one that is called is imported."""
 HELP = (

@@ -333,7 +333,7 @@ def _pareto_table(recommendation: Recommendation, units: ByteUnits) -> Table:
     for point in recommendation.pareto:
         mark = "<- chosen" if point.chosen else "fits" if point.fits else ""
         table.add_row(
-            _plan_words(point.plan),
+            plan_words(point.plan),
             format_bytes(point.device_peak_bytes, units),
             _seconds(point.step_time_s),
             f"{point.relative_time:.2f}x",
@@ -353,13 +353,17 @@ def _gpus_table(recommendation: Recommendation, units: ByteUnits) -> Table:
     return table
 
 
-def _plan_words(plan: dict[str, Any]) -> str:
+def plan_words(plan: dict[str, Any]) -> str:
     """The searched fields of a plan that differ from its simplest form, in short."""
-    words = [f"{plan['num_gpus']} GPUs: cp {plan['cp_size']}", f"shard {plan['dp_shard_size']}"]
+    words = [
+        f"{plan['num_gpus']} GPU{'s' if plan['num_gpus'] > 1 else ''}: cp {plan['cp_size']}",
+        f"shard {plan['dp_shard_size']}",
+    ]
     if plan["dp_replicate_size"] > 1:
         words.append(f"replicate {plan['dp_replicate_size']}")
     every = plan["checkpoint_every_n_layers"]
-    words.append(plan["activation_checkpointing"] + (f" every {every}" if every > 1 else "") + " checkpointing")
+    kind = "no" if plan["activation_checkpointing"] == "none" else plan["activation_checkpointing"]
+    words.append(kind + (f" every {every}" if every > 1 else "") + " checkpointing")
     words += [name.replace("_", " ") for name in ("offload_activations", "offload_params") if plan[name]]
     if plan["activation_offloading"]:
         words.append("TRL's offload")
