@@ -52,6 +52,8 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"scored_fraction": 0.1},
     {"padding": True, "per_device_train_batch_size": 2},
     {"freeze_embeddings": True},
+    {"freeze_embeddings": True, "offload_activations": True},
+    {"freeze_embeddings": True, "activation_offloading": True},
     {"freeze_embeddings": True, "freeze_head": True},
     {"lora_r": 8},
     {"lora_r": 8, "lora_dropout": 0.1},

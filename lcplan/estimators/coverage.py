@@ -82,7 +82,11 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--freeze-embeddings with --backend fsdp2 and one table for embedding and head": (
             plan.freeze_embeddings and fsdp and spec.tie_word_embeddings
         ),
+        "--freeze-embeddings with --activation-checkpointing none": (
+            plan.freeze_embeddings and plan.activation_checkpointing == "none"
+        ),
         "--packing": plan.packing,
+        f"--activation-offloading with --lora-r {plan.lora_r}": plan.activation_offloading and lora,
         "--activation-offloading with --backend fsdp2": plan.activation_offloading and fsdp,
         "--activation-offloading without --activation-checkpointing full": (
             plan.activation_offloading and plan.activation_checkpointing != "full"

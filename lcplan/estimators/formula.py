@@ -372,12 +372,15 @@ class Step:
             kept = merge(kept, self._masks({"full_attention"}))
         if self.saves_input:
             kept = merge(kept, self._inputs(count - checkpointed))
-        # with a frozen embedding its output is a leaf of the graph, which stays for its own gradient
-        on_gpu = checkpointed
+        on_gpu, offloads = checkpointed, self.plan.offload_activations or self.plan.activation_offloading
         if self.plan.offload_activations:
-            on_gpu = 1 if self.frozen else 0
+            on_gpu = 0
         elif self.plan.activation_offloading:
             on_gpu = 1 if running else min(checkpointed, stashed)
+        # a frozen embedding's output is a leaf of the graph, which stays for its own gradient: else the first layer's
+        # input is the same tensor
+        if not self.trains_embedding and (offloads or TRAITS[self.spec.model_type].scales_embedding):
+            on_gpu += 1
         kept = merge(kept, self._inputs(on_gpu))
         if self.casts_rotary:
             # a layer that interleaves them keeps what it made; as its arguments a checkpoint keeps them

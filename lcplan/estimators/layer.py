@@ -39,6 +39,8 @@ class Traits:
     """cos and sin in float32."""
     interleaved_rotary: bool = False
     """cos and sin are repeated in every layer, so only checkpointed layers keep what the model made."""
+    scales_embedding: bool = False
+    """The embedding's output is multiplied before the first layer."""
     rotary_by_layer_type: bool = False
     """Sliding and full layers have cos and sin of their own."""
     half_rotary: bool = False
@@ -68,7 +70,7 @@ TRAITS: dict[str, Traits] = {
     "gemma3_text": _GEMMA_3,
     "gemma3": _GEMMA_3,
     "smollm3": Traits(),
-    "granite": Traits(),
+    "granite": Traits(scales_embedding=True),
     "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
     "hunyuan_v1_dense": Traits(),
     "ministral": Traits(),
