@@ -140,7 +140,7 @@ def test_recommend(lcplan) -> None:
     goal = ["Qwen/Qwen3-8B", "--max-length", "1048576", "--gpu", "h100-80gb", "--num-gpus", "8"]
     result = lcplan("recommend", *goal)
     assert result.code == 0
-    text = " ".join(result.out.split())
+    text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
     assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 --offload-activations"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
