@@ -10,6 +10,7 @@ from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators import formula, step_time, weights
 from lcplan.estimators._item import ITEMS
 from lcplan.estimators.layer import Alive
+from lcplan.estimators.working import Working, showing_working
 from lcplan.hardware import GpuSpec
 from lcplan.ledger import (
     DEVICE,
@@ -204,6 +205,16 @@ def _time(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> dict[str, Any]:
             rates=source,
         ),
     }
+
+
+def workings(spec: ModelSpec, plan: TrainPlan, report: MemoryReport) -> dict[tuple[str, int], Working]:
+    """How the formulas worked out each (key, bytes) of a report's items; a number without arithmetic is not there."""
+    with showing_working():
+        phases = formula.instants(spec, plan, rank=report.peak_rank).phases
+        on_top = formula.on_top(plan, report.peak_allocated_bytes)
+        on_host = formula.host_items(spec, plan)
+    every = (pair for alive in (*phases.values(), on_top, on_host) for pair in alive.items())
+    return {(key, int(value)): value for key, value in every if isinstance(value, Working)}
 
 
 def with_token_budget(report: MemoryReport, tokens: int) -> MemoryReport:

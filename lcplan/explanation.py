@@ -12,7 +12,7 @@ from lcplan.ledger import MemoryReport, instant_words
 from lcplan.levers import BY_ID, LEVERS, OFF, Lever, active_levers, conflict
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import explain_rope, resolve_rope
-from lcplan.search import Candidate, Lattice, Prices, ordering_rates
+from lcplan.search import Candidate, Lattice, Prices, host_fits, ordering_rates
 from lcplan.train_plan import TrainPlan, resolve
 from lcplan.units import ByteUnits, format_bytes
 
@@ -50,6 +50,21 @@ def short_of(report: MemoryReport, room: int, units: ByteUnits) -> str:
     return f"{missing} short in {instant_words(report.peak_phase, report.model.num_hidden_layers)}."
 
 
+class LeverRow(Record):
+    """One lever beside a plan: what the plan would be with it flipped."""
+
+    lever: str
+    summary: str
+    pulled: bool
+    flipped_peak_bytes: int | None
+    """Device peak of the plan without a pulled lever, or with one that is not."""
+    flipped_fits: bool | None
+    flipped_time: float | None
+    """Time a token over the plan's own; None where the step has no time."""
+    note: str
+    """What it costs, or why it cannot be flipped."""
+
+
 class _Alternatives:
     """Prices of plans beside the chosen one."""
 
@@ -79,6 +94,8 @@ def _without(plan: TrainPlan, lever: Lever) -> dict[str, Any]:
     """The fields of the plan with one lever not pulled."""
     if lever.id == "context-parallel":
         return {"cp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.cp_size, "cp_comm_strategy": "allgather"}
+    if lever.id == "sequence-parallel":
+        return {"sp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.sp_size}
     if lever.id == "replicas":
         return {"dp_replicate_size": 1, "dp_shard_size": plan.dp_shard_size * plan.dp_replicate_size}
     if lever.dimension == "checkpointing":
@@ -140,6 +157,57 @@ def left_out(
     return tuple(LeftOut(lever=lever.id, why=_why_not(lever, spec, chosen, plans, prices, units)) for lever in rest)
 
 
+def lever_table(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[LeverRow, ...]:
+    """Every lever: whether the plan pulls it, and what the plan would be with it flipped."""
+    pulled = set(active_levers(spec, plan))
+    beside = _Alternatives(spec, plan, prices)
+    timed = step_time.refusal(spec, plan, prices.gpu) is None
+    return tuple(_flipped(lever, lever.id in pulled, beside, timed=timed) for lever in LEVERS)
+
+
+def _flipped(lever: Lever, pulled: bool, beside: _Alternatives, *, timed: bool) -> LeverRow:
+    plan, prices = beside.plan, beside.prices
+    plans: list[TrainPlan] = []
+    note = lever.costs
+    settings = (_without(plan, lever),) if pulled else lever.settings(beside.spec, plan.num_gpus)
+    for setting in settings if any(getattr(plan, name) != value for s in settings for name, value in s.items()) else ():
+        try:
+            plans.append(beside.changed(setting))
+        except PlanError as error:
+            note = error.message
+    if not plans and note == lever.costs:
+        note = _not_to_flip(lever, pulled, beside)
+    best = min(((prices.device_peak(other), index) for index, other in enumerate(plans)), default=None)
+    if best is None:
+        peak, fits, time = None, None, None
+    else:
+        note = lever.costs
+        peak, other = best[0], plans[best[1]]
+        fits = peak <= prices.room and host_fits(beside.spec, other)
+        time = 1 + beside.slower(other) if timed else None
+    return LeverRow(
+        lever=lever.id,
+        summary=lever.summary,
+        pulled=pulled,
+        flipped_peak_bytes=peak,
+        flipped_fits=fits,
+        flipped_time=time,
+        note=note,
+    )
+
+
+def _not_to_flip(lever: Lever, pulled: bool, beside: _Alternatives) -> str:
+    """Why there is nothing to compare a lever with."""
+    plan = beside.plan
+    if lever.id == "yarn":
+        return explain_rope(beside.spec, resolve_rope(beside.spec, plan.max_length, plan.rope), plan.max_length)
+    if lever.not_searched:
+        return f"{lever.costs}; not tried here: {lever.not_searched}"
+    if pulled:
+        return f"{lever.costs}; the plan has no form without it"
+    return "there is one GPU" if plan.num_gpus == 1 else "the plan has no form with it"
+
+
 def _why_not(lever: Lever, spec: ModelSpec, chosen: Candidate, plans: Lattice, prices: Prices, units: ByteUnits) -> str:
     plan = chosen.plan
     if lever.id == "yarn":
@@ -174,20 +242,27 @@ def _why_illegal(lever: Lever, wanted: frozenset[str], plan: TrainPlan, spec: Mo
     return "the goal fixes it"
 
 
+def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, TrainPlan], ...]:
+    """From the naive plan to this one, one more lever pulled each time: (lever, what it changes, the plan with it)."""
+    naive: dict[str, Any] = {
+        "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1, "sp_size": 1,
+        "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
+        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
+    }  # fmt: skip
+    current = plan.model_copy(update=naive)
+    rows = [("naive", "full logits, everything saved", current)]
+    for lever, text, update in _pulled(spec, plan):
+        current = current.model_copy(update=update)
+        rows.append((lever, text, current))
+    return tuple(rows)
+
+
 def waterfall(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[Step, ...]:
     """Peak and time from the naive plan to the chosen one, one lever at a time; rows may be plans nobody would run."""
     timed = step_time.refusal(spec, plan, prices.gpu) is None
     timer = step_time.StepTimer(spec, prices.gpu, ordering_rates(prices.gpu))
-    naive: dict[str, Any] = {
-        "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1,
-        "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
-        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
-    }  # fmt: skip
     rows = []
-    current = plan.model_copy(update=naive)
-    changes = [("naive", "full logits, everything saved", dict[str, Any]()), *_pulled(spec, plan)]
-    for lever, text, update in changes:
-        current = current.model_copy(update=update)
+    for lever, text, current in lever_plans(spec, plan):
         peak = prices.device_peak(current)
         # a row of other sequences a step is shown for as many tokens as the chosen plan trains on
         share = plan.tokens_per_step / current.tokens_per_step
@@ -206,7 +281,7 @@ def _pulled(spec: ModelSpec, plan: TrainPlan) -> list[tuple[str, str, dict[str, 
         fields = [name for name in BY_ID[id].changes.split(", ") if name in TrainPlan.model_fields]
         if id == "yarn" and rope is not None:
             rows.append((id, f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}", {}))
-        elif fields and not (id == "data-parallel" and plan.cp_size > 1):
+        elif fields and not (id == "data-parallel" and plan.cp_size * plan.sp_size > 1):
             update = {name: getattr(plan, name) for name in fields}
             text = ", ".join(f"{name} {value}" for name, value in update.items())
             rows.append((id, text, update))

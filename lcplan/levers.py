@@ -233,7 +233,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         id="sequence-parallel",
         summary="Splits one sequence over GPUs by Ulysses, head by head, with DeepSpeed.",
-        changes="sp_size",
+        changes="sp_size, dp_shard_size",
         costs="two all-to-all a layer",
         needs="DeepSpeed; a size that divides the heads (lcplan estimate lists them)",
         excludes=("context-parallel",),

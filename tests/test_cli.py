@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lcplan.estimators.working import TIMES
 from tests.conftest import tiny_config
 
 JOB = ["Qwen/Qwen3-8B", "--max-length", "1Mi", "--gpu", "h100-80gb", "--num-gpus", "8", "--cp-size", "8"]
@@ -125,7 +126,10 @@ def test_units(lcplan) -> None:
 def test_explain(lcplan) -> None:
     result = lcplan("estimate", *JOB, "--offload-activations", "--explain", "mlp.saved")
     assert "formula: 8*I*T" in result.out
-    assert "12.00 GiB" in result.out
+    assert "source: transformers 5.24 Qwen3MLP" in result.out
+    assert "confidence: exact" in result.out
+    assert "12.00 GiB (12,884,901,888 bytes) in backward[35].mlp" in result.out
+    assert "  = 8 x intermediate_size x tokens\n  = 8 x 12,288 x 131,072\n" in result.out.replace(TIMES, "x")
     assert "no item" in lcplan("estimate", *JOB, "--explain", "nothing").err
 
 

@@ -60,7 +60,7 @@ def command(
     if time:
         from lcplan.time_checking import check_times, load_published
 
-        times = check_times(_rows(rows), load_published() if rows is None else (), tolerance=allowed)
+        times = check_times(rows_to_check(rows), load_published() if rows is None else (), tolerance=allowed)
         if json:
             print_json(times)
         else:
@@ -68,7 +68,7 @@ def command(
         raise typer.Exit(0 if times.passed else 1)
     from lcplan.checking import check_rows
 
-    report = check_rows(_rows(rows), tolerance=allowed, method="trace" if method == "trace" else "formula")
+    report = check_rows(rows_to_check(rows), tolerance=allowed, method="trace" if method == "trace" else "formula")
     if json:
         print_json(report)
     else:
@@ -76,7 +76,7 @@ def command(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _rows(path: Path | None) -> tuple[MeasuredRow, ...]:
+def rows_to_check(path: Path | None) -> tuple[MeasuredRow, ...]:
     """Those of one file, or the shipped ones and the user's own."""
     from lcplan.checking import load_rows
 

@@ -75,7 +75,7 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
-    from lcplan.estimation import with_token_budget
+    from lcplan.estimation import with_token_budget, workings
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
@@ -97,7 +97,8 @@ def command(
     elif json:
         print_json(report)
     elif explain is not None:
-        explain_item(report, explain, units=size_units)
+        worked = workings(job.spec, job.plan, report) if method == "formula" else None
+        explain_item(report, explain, workings=worked, units=size_units)
     else:
         print_report(report, units=size_units)
     emit_plan(job.spec, job.plan, emit)

@@ -17,6 +17,7 @@ COMMANDS = {
     "run": "lcplan.cli.run",
     "check": "lcplan.cli.check",
     "list": "lcplan.cli.listing",
+    "plot": "lcplan.cli.plot",
 }
 """Command -> module with its ``command``; only the one that is called is imported."""
 HELP = (

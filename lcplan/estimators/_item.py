@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Generic, ParamSpec, cast
+from typing import Any, Generic, ParamSpec, cast
 
+from lcplan.estimators.working import named
 from lcplan.ledger import Category, Confidence
 
 P = ParamSpec("P")
@@ -52,7 +53,7 @@ class Item(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """Bytes of the item; see the wrapped function."""
-        return self.function(*args, **kwargs)
+        return self.function(*args, **cast("Any", named(kwargs)))
 
 
 ITEMS: dict[str, Item[...]] = {}

@@ -13,6 +13,9 @@ from lcplan.reports.layout import Column, Terminal, print_table, say, say_comman
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lcplan.estimators.working import Working
     from lcplan.recommendation import RankedPlan, Recommendation
 
 GROUPS = {
@@ -264,8 +267,10 @@ def _print_host(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     say(out, f"disk: saved model {saved}, checkpoint {format_bytes(disk.checkpoint_bytes, units)}")
 
 
-def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
-    """One item's formula, source and sizes by phase.
+def explain_item(
+    report: MemoryReport, key: str, *, workings: Mapping[tuple[str, int], Working] | None = None, units: ByteUnits
+) -> None:
+    """One item's formula, source, and sizes by phase with the numbers put in, where formulas worked them out.
 
     Raises:
         InputError: for a key that the report does not have, listing those it has.
@@ -276,17 +281,18 @@ def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
         raise InputError("unknown-item", f"--explain {key!r} is no item of this report. There are: {keys}.")
     out = Terminal()
     first = found[0]
-    lines = [
-        f"{first.key} ({first.category}, on the {first.device}, {first.confidence})",
-        f"formula: {first.formula}",
-        f"source: {first.source}",
-    ]
-    lines += [
-        f"{format_bytes(item.num_bytes, units)} ({item.num_bytes:,} bytes) in {', '.join(item.phases)}"
-        for item in found
-    ]
-    for line in lines:
-        say(out, line, hanging=2)
+    say(out, f"{first.key} ({first.category}, on the {first.device})", bold=True)
+    say(out, f"formula: {first.formula}", hanging=2)
+    say(out, f"source: {first.source}", hanging=2)
+    say(out, f"confidence: {first.confidence}", hanging=2)
+    for item in found:
+        say(out)
+        where = ", ".join(item.phases)
+        say(out, f"{format_bytes(item.num_bytes, units)} ({item.num_bytes:,} bytes) in {where}", hanging=2)
+        working = (workings or {}).get((key, item.num_bytes))
+        if working is not None:
+            say(out, f"  = {working.names}", hanging=4)
+            say(out, f"  = {working.numbers}", hanging=4)
 
 
 def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, console: Console | None = None) -> None:
@@ -354,7 +360,7 @@ def _print_pareto(recommendation: Recommendation, units: ByteUnits, out: Console
     """Plans that none beats in both; the time is over the fastest of all, whether it fits or not."""
     rows = [
         (
-            _plan_words(point.plan),
+            plan_words(point.plan),
             format_bytes(point.device_peak_bytes, units),
             _seconds(point.step_time_s),
             f"{point.relative_time:.2f}x",
@@ -378,13 +384,16 @@ def _print_gpus(recommendation: Recommendation, units: ByteUnits, out: Console) 
     print_table(out, (Column("gpu"), *numbers), rows)
 
 
-def _plan_words(plan: dict[str, Any]) -> str:
+def plan_words(plan: dict[str, Any]) -> str:
     """The searched fields of a plan that differ from its simplest form, in short."""
-    words = [f"{plan['num_gpus']} GPUs: cp {plan['cp_size']}", f"shard {plan['dp_shard_size']}"]
+    words = [
+        f"{plan['num_gpus']} GPU{'s' if plan['num_gpus'] > 1 else ''}: cp {plan['cp_size']}",
+        f"shard {plan['dp_shard_size']}",
+    ]
     if plan["dp_replicate_size"] > 1:
         words.append(f"replicate {plan['dp_replicate_size']}")
     every = plan["checkpoint_every_n_layers"]
-    kind = {"none": "no"}.get(plan["activation_checkpointing"], plan["activation_checkpointing"])
+    kind = "no" if plan["activation_checkpointing"] == "none" else plan["activation_checkpointing"]
     words.append(kind + (f" every {every}" if every > 1 else "") + " checkpointing")
     words += [name.replace("_", " ") for name in ("offload_activations", "offload_params") if plan[name]]
     if plan["activation_offloading"]:
