@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import (
     ConfigOption,
     EmitOption,
@@ -49,10 +50,14 @@ def command(
         str,
         typer.Option(
             help="How to obtain the report: formula, trace (the training code on fake tensors), or probe (one step on "
-            "this machine's GPU)."
+            "this machine's GPU).",
+            autocompletion=completion.one_of(*METHODS),
         ),
     ] = "formula",
-    explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="Print one item's formula, numbers and source.", autocompletion=completion.items),
+    ] = None,
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
