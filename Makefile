@@ -6,7 +6,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 LCPLAN := .venv/bin/python -m lcplan
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format check bench clean
+.PHONY: help run services test lint format check bench clean
 
 help: ## Show this help
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,7 +31,10 @@ run: .venv/train.stamp ## Estimate and recommend for the 1M-token preset, then t
 	rm -rf runs/smoke
 	$(LCPLAN) run --preset smoke --output-dir runs/smoke
 
-test: .venv/test.stamp lint ## Lint, types, tests, and the formulas against every measured row
+services: ## Install the Debian packages that some tests use, where that can be done
+	tools/test_services.sh
+
+test: .venv/test.stamp services lint ## Lint, types, tests, and the formulas against every measured row
 	.venv/bin/python -m pytest -n 2 --cov=lcplan.estimators --cov=lcplan.ledger --cov-branch --cov-fail-under=100 --cov-report=
 	$(LCPLAN) check --tolerance 1%
 

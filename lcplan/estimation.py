@@ -214,7 +214,7 @@ def workings(spec: ModelSpec, plan: TrainPlan, report: MemoryReport) -> dict[tup
         on_top = formula.on_top(plan, report.peak_allocated_bytes)
         on_host = formula.host_items(spec, plan)
     every = (pair for alive in (*phases.values(), on_top, on_host) for pair in alive.items())
-    return {(key, int(value)): value for key, value in every if isinstance(value, Working)}
+    return {(key, int(value)): value for key, value in every if value and isinstance(value, Working)}
 
 
 def with_token_budget(report: MemoryReport, tokens: int) -> MemoryReport:

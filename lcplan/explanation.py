@@ -16,11 +16,15 @@ from lcplan.search import Candidate, Lattice, Prices, host_fits, ordering_rates
 from lcplan.train_plan import TrainPlan, resolve
 from lcplan.units import ByteUnits, format_bytes
 
+NAIVE = "naive"
+"""Name of the plan without any lever, the first row of a waterfall."""
+
 
 class Step(Record):
     """One row of the waterfall from naive to chosen: peak and time after one more lever."""
 
     lever: str
+    """Several, with commas, where the plans between are not covered."""
     change: str
     device_peak_bytes: int
     step_time_s: float | None
@@ -243,17 +247,32 @@ def _why_illegal(lever: Lever, wanted: frozenset[str], plan: TrainPlan, spec: Mo
 
 
 def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, TrainPlan], ...]:
-    """From the naive plan to this one, one more lever pulled each time: (lever, what it changes, the plan with it)."""
+    """From the naive plan to this one, one more lever pulled each time: (lever, what it changes, the plan with it).
+
+    A plan on the way that the formulas do not cover is left out; its lever goes with the next one.
+
+    Raises:
+        PlanError: when the formulas do not cover the plan itself.
+    """
+    check_covered(spec, plan)
     naive: dict[str, Any] = {
         "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1, "sp_size": 1,
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
         "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
     }  # fmt: skip
     current = plan.model_copy(update=naive)
-    rows = [("naive", "full logits, everything saved", current)]
-    for lever, text, update in _pulled(spec, plan):
+    rows: list[tuple[str, str, TrainPlan]] = []
+    pulled: list[tuple[str, str]] = []
+    for lever, text, update in [(NAIVE, "full logits, everything saved", {}), *_pulled(spec, plan)]:
         current = current.model_copy(update=update)
-        rows.append((lever, text, current))
+        pulled.append((lever, text))
+        try:
+            check_covered(spec, current)
+        except PlanError:
+            continue
+        named = [pair for pair in pulled if pair[0] != NAIVE] or pulled
+        rows.append((", ".join(lever for lever, _ in named), ", ".join(text for _, text in named), current))
+        pulled = []
     return tuple(rows)
 
 

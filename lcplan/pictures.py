@@ -24,7 +24,7 @@ OTHER = "other"
 SMALL_SHARE = 0.015
 """Of the highest bar: groups that stay below go into ``OTHER``."""
 STACK = (
-    "weights", "optimizer", "gradients", "lora", "communication", "activations", "attention", "mlp", "moe",
+    "weights", "optimizer", "gradients", "lora", "communication", "inputs", "activations", "attention", "mlp", "moe",
     "loss_head", "evaluation", "save", "probe", "parameter", "buffer", "optimizer_state", "gradient", "all_gather",
     "reduce_scatter", "input", "activation", "temporary", "runtime", OTHER,
 )  # fmt: skip
@@ -68,7 +68,7 @@ class LengthCurve(Record):
     """Device peak against max_length with one set of levers."""
 
     lever: str
-    """The last lever that was pulled; those of the curves before it are pulled too."""
+    """What was pulled last; the levers of the curves before it are pulled too."""
     points: tuple[tuple[int, int], ...]
     """(max_length, device peak bytes), shortest first."""
     longest: int | None
@@ -193,7 +193,7 @@ def length_curves(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> LengthPictu
         PlanError: when the formulas do not cover the plan.
     """
     prices = Prices(spec, gpu, gpu.usable_bytes)
-    most = min(max(REACH * plan.max_length, 2 * SHORTEST), MAX_TOKENS // plan.per_device_train_batch_size)
+    most = _reach(plan, prices)
     curves: list[LengthCurve] = []
     for lever, _, current in lever_plans(spec, plan):
         if curves and lever == "yarn":
@@ -208,26 +208,40 @@ def length_curves(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> LengthPictu
     )
 
 
+def _reach(plan: TrainPlan, prices: Prices) -> int:
+    """Where the curves end: beyond the plan's length, and where the plan itself has left the card."""
+    limit = MAX_TOKENS // plan.per_device_train_batch_size // plan.length_multiple * plan.length_multiple
+    most = 2 * SHORTEST
+    while most < limit and (most < REACH * plan.max_length or _peak(plan, most, prices) <= prices.room):
+        most *= 2
+    return min(most, limit)
+
+
 def _curve(lever: str, plan: TrainPlan, prices: Prices, most: int) -> LengthCurve:
     multiple = plan.length_multiple
     shortest = min(SHORTEST, most)
 
     def peak(units: int) -> int:
-        return prices.device_peak(plan.model_copy(update={"max_length": units * multiple}))
+        return _peak(plan, units * multiple, prices)
 
     steps = POINTS_PER_DOUBLING * max(1, (most // shortest).bit_length() - 1)
     ratio = (most / shortest) ** (1 / steps)
     units = sorted({-(-round(shortest * ratio**step) // multiple) for step in range(steps + 1)})
     points = tuple((count * multiple, peak(count)) for count in units)
-    fitting = [count for count, (_, size) in zip(units, points, strict=True) if size <= prices.room]
+    over = next((index for index, (_, size) in enumerate(points) if size > prices.room), None)
     longest = None
-    if fitting and len(fitting) < len(units):
-        low, high = fitting[-1], units[len(fitting)]
+    if over:
+        low, high = units[over - 1], units[over]
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if peak(middle) <= prices.room else (low, middle)
         longest = low * multiple
-    return LengthCurve(lever=lever, points=points, longest=longest, always_fits=len(fitting) == len(units))
+    return LengthCurve(lever=lever, points=points, longest=longest, always_fits=over is None)
+
+
+def _peak(plan: TrainPlan, length: int, prices: Prices) -> int:
+    multiple = plan.length_multiple
+    return prices.device_peak(plan.model_copy(update={"max_length": -(-length // multiple) * multiple}))
 
 
 def waterfall_steps(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> WaterfallPicture:

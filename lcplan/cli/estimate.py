@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,6 +70,14 @@ def command(
     output_dir: Annotated[
         Path | None, typer.Option(help="Probe: new folder that keeps the job and its record for check --add.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the report as one self-contained page as well (plots extra). A file that is there is refused.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --html.")] = False,
     token_budget: TokenBudgetOption = None,
     emit: EmitOption = None,
     json: JsonOption = False,
@@ -92,6 +101,12 @@ def command(
     flags = {"rank": rank, "layers": layers, "capacity": capacity, "output_dir": output_dir}
     asked = {name: value for name, value in flags.items() if value is not None}
     _check_flags(method, asked)
+    if html is not None:
+        from lcplan._files import check_new_file
+        from lcplan.reports.plots import need_matplotlib
+
+        check_new_file(html, force=force, flag="--html")
+        need_matplotlib()
     traces = method == "trace"
     job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
     report = _report(method, job, asked, units=size_units)
@@ -107,7 +122,36 @@ def command(
     else:
         print_report(report, units=size_units)
     emit_plan(job.spec, job.plan, emit)
+    if html is not None:
+        origin = [*([model] if model else []), *(["--preset", preset] if preset else [])]
+        origin += [word for file in config or [] for word in ("--config", str(file))]
+        origin += ["--trust-remote-code"] if trust_remote_code else []
+        _write_page(html, report, job, origin, method, asked, units=size_units)
     raise typer.Exit(0 if report.fits else 1)
+
+
+def _write_page(
+    path: Path,
+    report: MemoryReport,
+    job: Job,
+    origin: list[str],
+    method: str,
+    asked: dict[str, Any],
+    *,
+    units: ByteUnits,
+) -> None:
+    from lcplan._files import write_whole
+    from lcplan.report_page import commands_of, report_page
+    from lcplan.reports.html import render_page
+
+    words = [] if method == "formula" else ["--method", method]
+    words += [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [] if units == "GiB" else ["--units", units]
+    base = dict(job.preset.plan) if job.preset else {}
+    commands = commands_of(job.spec, job.plan, job.gpu, origin=origin, base=base, method=words)
+    page = render_page(report_page(job.spec, job.plan, job.gpu, report, commands), units=units)
+    write_whole(path, page.encode("utf-8"), flag="--html")
+    print(f"Wrote {path}.", file=sys.stderr)  # noqa: T201
 
 
 def _check_flags(method: str, asked: dict[str, Any]) -> None:

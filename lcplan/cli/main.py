@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "lcplan.cli.check",
     "list": "lcplan.cli.listing",
     "plot": "lcplan.cli.plot",
+    "serve": "lcplan.cli.serve",
 }
 """Command -> module with its ``command``; only the one that is called is imported."""
 HELP = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lcplan.errors import EnvironmentProblem, InputError
+from lcplan.explanation import NAIVE
 from lcplan.pictures import (
     AccuracyPicture,
     LengthCurve,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FileFormat = Literal["svg", "png"]
-Where = Literal["top", "left", "right", "beside"]
+Where = Literal["top", "left", "above", "beside"]
 PNG_DPI = 150
 NAMED_ROWS = 6
 """Rows furthest off that have their names beside them."""
@@ -63,19 +64,30 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))
 SHADES = ("#000000", "#0072B2", "#C24E00", "#009E73", "#8A4F7D", "#555555", "#7A6A00")
 
 
+def need_matplotlib() -> None:
+    """Refuse to go on without matplotlib.
+
+    Raises:
+        EnvironmentProblem: naming the extra.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "missing-extra", f"pictures need matplotlib ({error}). Install it: pip install 'lcplan[plots]'"
+        ) from None
+
+
 def draw(picture: Picture, *, units: ByteUnits = "GiB") -> Figure:
     """The figure of a picture.
 
     Raises:
         EnvironmentProblem: when matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "missing-extra", f"pictures need matplotlib ({error}). Install it: pip install 'lcplan[plots]'"
-        ) from None
+    need_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_settings(picture.kind)):
         figure = Figure(layout="constrained")
         if isinstance(picture, Timeline):
@@ -124,12 +136,15 @@ def inline_svg(picture: Picture, *, units: ByteUnits = "GiB") -> str:
         EnvironmentProblem: when matplotlib is not installed.
     """
     import re
+    from html import escape
 
     text = render(picture, "svg", units=units).decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    own = f"{picture.kind}-"
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{own}", text)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{picture.kind}-", text)
+    points = float(re.findall(r'\bwidth="([\d.]+)pt"', text)[0])
+    title = escape(picture.title, quote=True)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="min-width: {0.8 * points:.0f}pt" ', 1)
 
 
 def format_of(path: Path) -> FileFormat:
@@ -157,12 +172,14 @@ def _limit(axes: Axes, usable: int, gpu: str, units: ByteUnits, *, where: Where)
     line = axes.axvline if where == "top" else axes.axhline
     line(value, color=LIMIT, linewidth=2, linestyle=(0, (6, 2)), zorder=5)
     words = f"{gpu}: {format_bytes(usable, units)} usable"
+    if where == "above":
+        words = f"- - -  {words}"
     if where == "beside":
         words = words.replace(": ", ":\n")
     at, coords, offset, align = {
         "top": ((value, 1), ("data", "axes fraction"), (4, 2), ("left", "bottom")),
         "left": ((0, value), ("axes fraction", "data"), (4, 3), ("left", "bottom")),
-        "right": ((1, value), ("axes fraction", "data"), (-4, 3), ("right", "bottom")),
+        "above": ((0, 1), ("axes fraction", "axes fraction"), (0, 2), ("left", "bottom")),
         "beside": ((1, value), ("axes fraction", "data"), (6, 0), ("left", "center")),
     }[where]
     axes.annotate(
@@ -202,12 +219,13 @@ def _draw_timeline(picture: Timeline, figure: Figure, units: ByteUnits) -> None:
     step.set_ylim(0, 1.1 * highest / one)
     step.set_xlim(-0.7, count - 0.3)
     step.set_xticks(range(count), [phase_words(instant.phase) for instant in picture.instants], rotation=90)
+    gaps = sum(instant.after_others for instant in picture.instants)
     for index, instant in enumerate(picture.instants):
         if instant.after_others:
             step.axvline(index - 0.5, color=FAINT, linestyle=":", linewidth=1)
             step.annotate(
-                "layers between", (index - 0.5, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom",
-                fontsize=8, color=FAINT,
+                "layers between" if gaps == 1 else "...", (index - 0.5, 1), xycoords=("data", "axes fraction"),
+                ha="center", va="bottom", fontsize=8, color=FAINT,
             )  # fmt: skip
     step.set_ylabel(f"memory of one GPU, {units}")
     step.set_xlabel("instants of the step, in order")
@@ -216,7 +234,7 @@ def _draw_timeline(picture: Timeline, figure: Figure, units: ByteUnits) -> None:
         f"{top:,.1f}", (picture.peak, top), xytext=(0, 3), textcoords="offset points", ha="center",
         fontweight="bold", zorder=7,
     )  # fmt: skip
-    _limit(step, picture.usable_bytes, picture.gpu, units, where="right")
+    _limit(step, picture.usable_bytes, picture.gpu, units, where="above")
     _name_those_elsewhere(picture, step, one)
     _draw_peak(picture, peak, units)
 
@@ -285,14 +303,15 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
         colour, line = SHADES[index % len(SHADES)], LINES[index % len(LINES)]
         lengths, sizes = zip(*curve.points, strict=True)
         axes.plot(lengths, [size / one for size in sizes], color=colour, linestyle=line, linewidth=1.8, zorder=3)
-        leaves = (curve.longest, usable)
-        if curve.longest is None:
+        if curve.longest is not None:
+            leaves = (curve.longest, usable)
+        else:
             leaves = (lengths[-1], sizes[-1] / one) if curve.always_fits else (lengths[0], usable)
-        axes.plot(*leaves, MARKS[index % len(MARKS)], color=colour, markersize=8, zorder=6, clip_on=False)
+        axes.plot(leaves[0], leaves[1], MARKS[index % len(MARKS)], color=colour, markersize=8, zorder=6, clip_on=False)
         # a lane of its own above the axes, the lower the further right: no words cross a line
         lane = 1.03 + 0.055 * (len(picture.curves) - 1 - index)
         axes.annotate(
-            _curve_words(index, curve), (leaves[0], lane), xycoords=("data", "axes fraction"), xytext=(4, 0),
+            _curve_words(curve), (leaves[0], lane), xycoords=("data", "axes fraction"), xytext=(4, 0),
             textcoords="offset points", color=colour, va="center", annotation_clip=False,
         )  # fmt: skip
         axes.annotate(
@@ -303,7 +322,8 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
     axes.set_xscale("log", base=2)
     first, last = picture.curves[0].points[0][0], picture.curves[0].points[-1][0]
     axes.set_xlim(first, last)
-    ticks = [first << i for i in range(0, (last // first).bit_length(), 2)]
+    doublings = (last // first).bit_length()
+    ticks = [first << i for i in range(0, doublings, 2 if doublings > 6 else 1)]
     axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("max_length, tokens of one sequence (log scale)")
@@ -316,8 +336,8 @@ def _draw_lengths(picture: LengthPicture, figure: Figure, units: ByteUnits) -> N
     _limit(axes, picture.usable_bytes, picture.gpu, units, where="beside")
 
 
-def _curve_words(index: int, curve: LengthCurve) -> str:
-    name = "naive: full logits, everything saved" if index == 0 else f"+ {curve.lever}"
+def _curve_words(curve: LengthCurve) -> str:
+    name = "naive: full logits, everything saved" if curve.lever == NAIVE else f"+ {curve.lever}"
     if curve.always_fits:
         return f"{name}: fits all the way"
     return f"{name}: never fits" if curve.longest is None else f"{name}: up to {curve.longest:,} tokens"
@@ -360,7 +380,7 @@ def _draw_waterfall(picture: WaterfallPicture, figure: Figure, units: ByteUnits)
             text, (max(size, before), row), xytext=(10, 0), textcoords="offset points", va="center", zorder=7,
             fontweight="bold" if step.fits else "normal",
         )  # fmt: skip
-    names = [step.lever if row == 0 else f"+ {step.lever}" for row, step in enumerate(steps)]
+    names = [step.lever if step.lever == NAIVE else f"+ {step.lever}" for step in steps]
     axes.set_yticks(range(len(steps)), names)
     axes.set_xlabel(f"device peak of one GPU, {units} (log scale); a band is what the lever saves")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lcplan.explanation import NAIVE
 from lcplan.pictures import (
     AccuracyPicture,
     LengthPicture,
@@ -26,7 +27,7 @@ LETTERS = {
     "weights": "W", "parameter": "W", "optimizer": "O", "optimizer_state": "O", "gradients": "G", "gradient": "G",
     "lora": "R", "communication": "C", "all_gather": "C", "reduce_scatter": "S", "activations": "A", "activation": "A",
     "attention": "T", "mlp": "M", "moe": "X", "loss_head": "L", "evaluation": "E", "save": "V", "temporary": "P",
-    "probe": "B", "input": "I", "buffer": "F", "runtime": "U", "other": ".",
+    "probe": "B", "input": "I", "inputs": "I", "buffer": "F", "runtime": "U", "other": ".",
 }  # fmt: skip
 """One character a group, so that a stack reads without colour."""
 LEAST_BAR = 16
@@ -121,7 +122,7 @@ def _with_edge(bar: str, edge: int) -> str:
 
 def _print_lengths(picture: LengthPicture, units: ByteUnits, out: Console) -> None:
     first, last = picture.curves[0].points[0][0], picture.curves[0].points[-1][0]
-    names = ["naive" if index == 0 else f"+ {curve.lever}" for index, curve in enumerate(picture.curves)]
+    names = [curve.lever if curve.lever == NAIVE else f"+ {curve.lever}" for curve in picture.curves]
     numbers = []
     for curve in picture.curves:
         number = "none" if curve.longest is None else f"{curve.longest:,}"
@@ -145,7 +146,7 @@ def _print_lengths(picture: LengthPicture, units: ByteUnits, out: Console) -> No
 
 
 def _print_waterfall(picture: WaterfallPicture, units: ByteUnits, out: Console) -> None:
-    names = ["naive" if index == 0 else f"+ {step.lever}" for index, step in enumerate(picture.steps)]
+    names = [step.lever if step.lever == NAIVE else f"+ {step.lever}" for step in picture.steps]
     numbers = [format_bytes(step.device_peak_bytes, units) + (" fits" if step.fits else "") for step in picture.steps]
     sizes = [step.device_peak_bytes for step in picture.steps]
     width = _width(out, names, numbers)
