@@ -1,6 +1,6 @@
 """Writes the pages of docs/ that are made from the code and the data, and the figures of README.md.
 
-    python tools/pages.py [--check]
+    python -m tools.pages [--check]
 
 With ``--check`` nothing is written; exit 1 names what is not current.
 """
@@ -39,7 +39,7 @@ from lcplan.units import format_bytes, format_parameters
 from tools.error_codes import INTERNAL, every_message
 
 ROOT = Path(__file__).parent.parent
-WRITTEN = "This page is written by `python tools/pages.py`; a test holds it to the code.\n"
+WRITTEN = "This page is written by `make pages`; a test holds it to the code.\n"
 TOLERANCE = 0.01
 TIME_TOLERANCE = 0.1
 
