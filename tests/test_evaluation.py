@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,10 @@ def test_fsdp2_gathers_one_parameter_at_a_time_to_save() -> None:
     assert phases["save"]["save.gathered_parameter"] == 4 * 560 * 40
     assert phases["evaluation.mlp"]["weights.gathered_head"] == phases["evaluation.loss"]["weights.gathered_head"]
     assert "weights.gathered_layers" in phases["evaluation.mlp"]
+    untied = tiny_spec(tie_word_embeddings=False)
+    phases = formula.instants(untied, plan_of(untied, **given)).phases
+    assert "weights.gathered_head" in phases["evaluation.loss"]
+    assert "weights.gathered_head" not in phases["evaluation.mlp"]
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -100,7 +105,7 @@ def test_evaluation_of_other_families_is_refused_by_name() -> None:
 )
 def test_formula_and_trace_agree_on_evaluation(model_type: str, shape: dict[str, int]) -> None:
     """The same pieces as the trace method, on a model in evaluation mode without gradients."""
-    from tests.test_trace import COMMON, FAMILIES
+    from tests.families import COMMON, FAMILIES
 
     config = {**COMMON, **FAMILIES[model_type], **shape, "model_type": model_type, "tie_word_embeddings": True}
     spec = ModelSpec.from_config(config, model_type)
@@ -113,9 +118,7 @@ def test_formula_and_trace_agree_on_evaluation(model_type: str, shape: dict[str,
         layers, loss = traced_evaluation(spec, length, rows)
         own = max(totals[f"evaluation.{part}"] for part in ("attention", "norm", "mlp"))
         assert own == pytest.approx(layers, rel=0.005), (length, rows)
-        # a GPU picks the scored tokens, which is a copy; fake tensors are taken whole, of one row as a view
-        picked = 2 * spec.hidden_size * length if rows == 1 else 0
-        assert totals["evaluation.loss"] - picked == pytest.approx(loss, rel=0.005), (length, rows)
+        assert totals["evaluation.loss"] == pytest.approx(loss, rel=0.005), (length, rows)
 
 
 def traced_evaluation(spec: ModelSpec, length: int, rows: int) -> tuple[int, int]:
@@ -123,22 +126,33 @@ def traced_evaluation(spec: ModelSpec, length: int, rows: int) -> tuple[int, int
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from lcplan.tracing.kernels import picked_rows
+    from lcplan.tracing.model import build, materialise
     from lcplan.tracing.seams import gpu_behaviour
+    from lcplan.tracing.step import batches
     from lcplan.tracing.storages import StorageTracker
-    from lcplan.tracing.trace import _add_resident, _build
 
     plan = plan_of(spec, max_length=length, per_device_train_batch_size=rows)
-    with gpu_behaviour(), FakeTensorMode():
-        model = _build(spec, plan)
+    tracker = StorageTracker(
+        scratch_of=lambda *_: 0,
+        category_of=lambda *_: (),
+        module_of=lambda: "",
+        stand_in_for=partial(picked_rows, 1.0),
+    )
+    with gpu_behaviour():
+        model = build(spec, plan, spec.num_hidden_layers)
         model.eval()
-        tracker = StorageTracker(lambda _operator, _args: 0)
-        inputs = _add_resident(tracker, model, plan)
-        tracker.phase = "layers"
-        model.model.norm.register_forward_pre_hook(lambda *_: setattr(tracker, "phase", "norm"))
-        model.model.register_forward_hook(lambda *_: setattr(tracker, "phase", "loss"))
-        with tracker, torch.no_grad():
-            model(**inputs, use_cache=False, fused_lm_head=True)
-    return tracker.peaks["layers"][0], tracker.peaks["loss"][0]
+        with FakeTensorMode():
+            materialise(model)
+            for tensor in (*model.parameters(), *model.buffers()):
+                tracker.add(tensor, "parameter")
+            model.model.norm.register_forward_pre_hook(lambda *_: setattr(tracker, "phase", "norm"))
+            model.model.register_forward_hook(lambda *_: setattr(tracker, "phase", "loss"))
+            with tracker, torch.no_grad():
+                (batch,) = batches(tracker, plan)
+                tracker.phase = "layers"
+                model(**batch, use_cache=False, fused_lm_head=True)
+    return tracker.peaks["layers"].total, tracker.peaks["loss"].total
 
 
 def test_a_generated_job_does_not_evaluate() -> None:

@@ -497,9 +497,3 @@ def test_trl_offloading_with_experts_is_refused() -> None:
     spec = family_spec("qwen3_moe")
     with pytest.raises(PlanError, match=r"qwen3_moe with --activation-offloading.*--method trace may"):
         formula.instants(spec, plan_of(spec, max_length=512, activation_offloading=True))
-
-
-def test_mixtral_without_checkpointing_is_refused() -> None:
-    spec = family_spec("mixtral")
-    with pytest.raises(PlanError, match=r"mixtral with --activation-checkpointing none.*--method trace"):
-        formula.instants(spec, plan_of(spec, max_length=512, activation_checkpointing="none"))

@@ -233,6 +233,12 @@ def test_the_table_of_levers_says_what_the_stack_refuses() -> None:
         "replicas": {"dp_replicate_size": 2, "dp_shard_size": 2},
         "context-parallel": {"cp_size": 4},
         "sequence-parallel": {"sp_size": 4, "backend": "deepspeed"},
+        "zero": {"backend": "deepspeed", "num_gpus": 4},
+        "offload-optimizer": {"offload_optimizer": True},
+        "kept-gathered": {"reshard_after_forward": False},
+        "ddp": {"backend": "ddp", "num_gpus": 4},
+        "smaller-states": {"optim": "sgd"},
+        "frozen-tables": {"freeze_embeddings": True},
         "lora": {"lora_r": 8},
         "packing": {"packing": True},
     }  # fmt: skip
@@ -240,7 +246,7 @@ def test_the_table_of_levers_says_what_the_stack_refuses() -> None:
         if BY_ID[a].dimension == BY_ID[b].dimension:
             continue
         both = frozenset({a, b})
-        needed = {extra for id in both for extra in BY_ID[id].requires[:1]} if both else set()
+        needed = {extra for id in both for extra in BY_ID[id].requires[:1]}
         values = {k: v for id in (*needed, a, b) for k, v in ways[id].items()}
         gpus = 4 if both & {"data-parallel", "replicas", "context-parallel", "sequence-parallel"} or needed & {
             "data-parallel"

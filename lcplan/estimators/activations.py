@@ -127,21 +127,20 @@ def closing_norms(*, tokens: int, hidden_size: int, num_norms: int, wide: bool) 
 
 
 @item("activations.closing_norm_backward", "temporary")
-def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool, float32: bool) -> int:
+def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool) -> int:
     """Backward of the norm behind the MLP, while everything the layer saved is still there.
 
-    Five float32 tensors are alive; the saved normed value is gone. In float32 training the first of them is the
-    incoming gradient itself.
+    Five float32 tensors are alive; the saved normed value is gone, which is as wide in float32 training as with a wide
+    norm.
 
-    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``; float32: ``4*H*T`` less
+    Formula: ``(20 - 2)*H*T``; wide: ``(20 - 4)*H*T``
     Live in: backward of a layer's closing norm
     Rounding: exact
     Ignores: nothing
-    Source: autograd of pow, mean, rsqrt, mul; allocator traces of GLM-4 and OLMo 2
+    Source: autograd of pow, mean, rsqrt, mul; allocator traces of GLM-4 and OLMo 2; row m192 in float32
     Confidence: exact
     """
-    width = 16 if wide else 18
-    return (width - FP32_BYTES if float32 else width) * hidden_size * tokens
+    return (16 if wide else 18) * hidden_size * tokens
 
 
 @item("activations.feeding_norm_backward", "temporary")

@@ -126,8 +126,11 @@ class LayerShape:
 
     @property
     def saves_input(self) -> bool:
-        """The layer's own input is a saved tensor: its first norm has no cast of it, or there is no such norm."""
-        return self.float32 or not self.traits.feeding_norms
+        """What enters attention or MLP is itself a saved tensor.
+
+        A norm before them saves it where it needs no cast of it, without such a norm the linears where they need none.
+        """
+        return self.float32 == bool(self.traits.feeding_norms)
 
     @property
     def repeated_heads(self) -> int:
@@ -282,8 +285,7 @@ def _saved_mlp(shape: LayerShape) -> Alive:
             tokens=shape.tokens, hidden_size=spec.hidden_size, experts_per_token=shape.moe.num_experts_per_tok,
             expert_size=shape.moe.moe_intermediate_size,
         )  # fmt: skip
-    if shape.float32 or not traits.feeding_norms:
-        # the mid-layer sum itself is saved: by the second norm in float32, by the MLP's linears without that norm
+    if shape.saves_input:  # the mid-layer sum
         alive = merge(alive, _residual(shape, shape.tokens, 1))
     return alive
 
@@ -468,7 +470,7 @@ def _biased_experts(shape: LayerShape, experts: MoeSpec) -> tuple[LayerInstant, 
 def _closing_norm(shape: LayerShape) -> LayerInstant:
     item = activations.closing_norm_backward
     size = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size}
-    own = {item.key: item(wide=shape.traits.wide_norms, float32=shape.float32, **size)}
+    own = {item.key: item(wide=shape.traits.wide_norms or shape.float32, **size)}
     alive = merge(saved(shape), own, _residual(shape, shape.tokens, 1), _autocast(shape, linears=3))
     return LayerInstant("closing_norm", alive, made=shape.spec.hidden_size)
 

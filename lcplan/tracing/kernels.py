@@ -1,7 +1,8 @@
-"""What GPU kernels need beside their outputs, which fake tensors cannot show, and what collectives leave behind."""
+"""What fake tensors cannot show of operators: scratch of GPU kernels, sizes that hang on values, who fills a buffer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,14 @@ def beside_outputs(tied_table: tuple[int, ...] | None, operator: str, args: tupl
     keys = key.shape[2]
     expanded = 4 * heads * head_dim * keys if key.shape[1] < heads else 0
     return int(batch * (queries * (4 * heads * head_dim + 4 * heads) + expanded))
+
+
+def picked_rows(fraction: float, operator: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Rows picked by a mask, which is how the loss head leaves out tokens without a label: a ``fraction`` of all."""
+    if operator is not torch.ops.aten.index.Tensor or args[1][0].dtype != torch.bool:
+        return None
+    given, mask = args[0], args[1][0]
+    return given.new_empty((math.ceil(mask.numel() * fraction), *given.shape[mask.dim() :]))
 
 
 def settled_categories(

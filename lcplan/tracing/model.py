@@ -33,6 +33,7 @@ def build(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
         except Exception as error:  # a model that keeps its layers and its head elsewhere
             raise EnvironmentProblem("trace-failed", f"{spec.id} does not take TRL's loss head: {error}.") from error
     base = model
+    _freeze(model, plan)
     if plan.lora_r is not None:
         model = _with_adapters(model, plan)
     if plan.activation_checkpointing != "none":
@@ -82,6 +83,15 @@ def _architecture(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
             raise PlanError("not-traced", f"transformers cannot build {spec.id} with this plan: {reason}.") from error
 
 
+def _freeze(model: Any, plan: TrainPlan) -> None:
+    for module, frozen in (
+        (model.get_input_embeddings(), plan.freeze_embeddings),
+        (model.get_output_embeddings(), plan.freeze_head),
+    ):
+        if frozen:
+            module.requires_grad_(False)
+
+
 def _with_adapters(model: Any, plan: TrainPlan) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
@@ -92,7 +102,7 @@ def _with_adapters(model: Any, plan: TrainPlan) -> Any:
     targets: str | list[str] = plan.lora_target_modules
     if targets != "all-linear":
         targets = [name.strip() for name in plan.lora_target_modules.split(",")]
-    config = LoraConfig(r=plan.lora_r, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(r=plan.lora_r, target_modules=targets, lora_dropout=plan.lora_dropout, task_type="CAUSAL_LM")
     try:
         return get_peft_model(model, config)
     except ValueError as error:

@@ -54,17 +54,29 @@ STREAMS = SimpleNamespace(
 )
 """What TRL's offloading asks of a device module."""
 
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout as CUDA's: the CPU's keeps a mask of the input's type."""
+    import torch
+
+    del inplace
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
 GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
-    # a batch of whole rows has no padding, which a fake mask cannot say
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
-    ("transformers.masking_utils", "fast_all", lambda _tensor: True),
+    # one kernel with a mask of bytes
+    ("torch.nn.functional", "dropout", _dropout),
     # the loss head as it runs on a GPU: tiles in place, products accumulated in float32 without copies
     ("trl.kernels.chunked_logprob", "_use_triton", lambda _device: True),
+    ("trl.trainer.utils", "_use_triton", lambda _device: True),
     ("trl.kernels.chunked_logprob", "_forward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_backward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_addmm_fp32", lambda *_args: None),
 )
 """Module, name, and what it becomes while tracing."""
+FAST_ALL = ("transformers.masking_utils", "fast_all")
+"""Asks whether all tokens of a mask are there."""
 NEEDED = (
     ("torch._C", "_current_graph_task_id"),
     ("torch._C", "_current_autograd_node"),
@@ -124,9 +136,7 @@ def check_stack(*, sharded: bool) -> None:
     Raises:
         EnvironmentProblem: naming those that the installed libraries do not have.
     """
-    # NEEDED first: trl.trainer.utils takes some of the replaced names over at import, and must have the true ones, or
-    # it would pick tokens by their labels, a size that fake tensors cannot know
-    wanted = (*NEEDED, *((module, name) for module, name, _ in GPU_BEHAVIOUR))
+    wanted = (*NEEDED, FAST_ALL, *((module, name) for module, name, _ in GPU_BEHAVIOUR))
     if sharded:
         wanted += NEEDED_BY_SHARDING
     missing = [f"{module}.{name}" for module, name in wanted if not _has(module, name)]
@@ -162,15 +172,17 @@ def _owner(module: str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def gpu_behaviour(*, sharded: bool = False) -> Iterator[None]:
-    """Let the traced code take the paths it takes on a GPU with unpadded rows.
+def gpu_behaviour(*, sharded: bool = False, padded: bool = False) -> Iterator[None]:
+    """Let the traced code take the paths it takes on a GPU.
 
     Raises:
         EnvironmentProblem: when an installed library no longer has one of the names.
     """
     check_stack(sharded=sharded)
     triton = tuple((module, name, _Triton) for module, name in MAY_BE_MISSING if not _has(module, name))
-    with _replaced(GPU_BEHAVIOUR + triton):
+    # whether a row is padded is a value, which a fake mask does not have
+    whole_rows = (*FAST_ALL, lambda _tensor: not padded)
+    with _replaced((*GPU_BEHAVIOUR, whole_rows, *triton)):
         yield
 
 
@@ -181,7 +193,7 @@ def quiet() -> Iterator[None]:
 
     verbosity = logging.get_verbosity()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore")
         logging.set_verbosity_error()
         try:
             yield

@@ -74,7 +74,7 @@ def shard(model: Any, plan: TrainPlan, ranks: Ranks) -> Any:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
+        reshard_after_forward=plan.reshard_after_forward,
         # fake tensors cannot be pinned
         cpu_offload=CPUOffloadPolicy(pin_memory=False) if plan.offload_params else None,
         # loading in another way would shard the same, and needs weights

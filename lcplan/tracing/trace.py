@@ -17,7 +17,7 @@ from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators.runtime import cublas_workspace
 from lcplan.model_spec import ModelSpec
 from lcplan.tracing.extension import extend, extension_of
-from lcplan.tracing.kernels import beside_outputs, settled_categories
+from lcplan.tracing.kernels import beside_outputs, picked_rows, settled_categories
 from lcplan.tracing.model import build, materialise
 from lcplan.tracing.modules import RunningModule, name_phases, without_index
 from lcplan.tracing.seams import fsdp_as_in, gpu_behaviour, quiet, watched_storages
@@ -31,20 +31,11 @@ SCRATCH = "kernel scratch"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adafactor")
 
 
-def check_traceable(plan: TrainPlan) -> None:
-    """Refuse what the trace does not run.
-
-    Raises:
-        PlanError: naming the lever.
-    """
+def not_traced(plan: TrainPlan) -> list[str]:
+    """Flags of the plan that the trace does not run."""
     refused = {
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
-        "--no-reshard-after-forward": not plan.reshard_after_forward,
-        f"--lora-dropout {plan.lora_dropout}": plan.lora_dropout > 0,
-        "--freeze-embeddings or --freeze-head": plan.freeze_embeddings or plan.freeze_head,
-        f"--scored-fraction {plan.scored_fraction}": plan.scored_fraction < 1,
         f"--loss {plan.loss}": plan.loss not in ("chunked", "full"),
-        "--padding": plan.padding,
         f"--quantize {plan.quantize}": plan.quantize != "none",
         f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
@@ -52,9 +43,7 @@ def check_traceable(plan: TrainPlan) -> None:
         "--packing": plan.packing,
         f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
-    for what, present in refused.items():
-        if present:
-            raise PlanError("not-traced", f"{what}: the trace method does not run it. --method formula may cover it.")
+    return [what for what, present in refused.items() if present]
 
 
 class Trace(NamedTuple):
@@ -92,7 +81,11 @@ def trace(
         PlanError: when the plan holds what is not traced.
         EnvironmentProblem: when the code cannot run on fake tensors, or the stack is unknown.
     """
-    check_traceable(plan)
+    if refused := not_traced(plan):
+        raise PlanError(
+            "not-traced",
+            f"{', '.join(refused)}: the trace method does not run it. --method formula may cover it.",
+        )
     if not 0 <= rank < plan.num_gpus:
         raise PlanError("bad-rank", f"--rank {rank} does not exist: this plan has ranks 0 to {plan.num_gpus - 1}.")
     total = spec.num_hidden_layers
@@ -111,7 +104,12 @@ def trace_layers(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     sharded = plan.backend == "fsdp2"
-    with quiet(), gpu_behaviour(sharded=sharded), ranks_of(plan, rank) as ranks, contextlib.ExitStack() as stack:
+    with (
+        quiet(),
+        gpu_behaviour(sharded=sharded, padded=plan.padding and rank % plan.cp_size == 0),
+        ranks_of(plan, rank) as ranks,
+        contextlib.ExitStack() as stack,
+    ):
         if sharded:
             stack.enter_context(fsdp_as_in(torch_version))
         model = build(spec, plan, num_layers)
@@ -122,7 +120,10 @@ def trace_layers(
             model = shard(model, plan, ranks)
         modules = RunningModule(model)
         tracker = StorageTracker(
-            scratch_of=partial(beside_outputs, table), category_of=settled_categories, module_of=modules.name
+            scratch_of=partial(beside_outputs, table),
+            category_of=settled_categories,
+            module_of=modules.name,
+            stand_in_for=partial(picked_rows, plan.scored_fraction),
         )
         name_phases(tracker, model)
         try:
