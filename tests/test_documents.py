@@ -288,3 +288,16 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     for name in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text("utf-8")):
             assert (ROOT / target).is_file(), f"{name}: {target}"
+
+
+def test_the_memory_model_names_phases_that_exist() -> None:
+    from lcplan.ledger import PHASE_HELP
+
+    text = (ROOT / "docs" / "memory-model.md").read_text("utf-8")
+    instants = text[text.index("| phase |") : text.index("With gradient accumulation")]
+    names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| ([^|]*) \|", instants, flags=re.MULTILINE)))
+    assert len(names) > 20
+    for name in names:
+        general = re.sub(r"\[(?:n-1|0)\]", "[i]", f"backward[i]{name}" if name.startswith(".") else name)
+        known = any(phase.startswith(general.removesuffix("…")) for phase in PHASE_HELP)
+        assert known if general.endswith("…") else general in PHASE_HELP, name

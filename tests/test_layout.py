@@ -11,12 +11,17 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from lcplan import estimate, load_gpu
+from lcplan.ledger import Compared, PhaseTotal, TensorGroup
 from lcplan.reports.layout import Column, print_table, say, say_command, wrap
+from lcplan.reports.terminal import print_report
+from tests.conftest import plan_of, tiny_spec
 
 EIGHT_GPUS = ["--gpu", "h100-80gb", "--num-gpus", "8"]
 REPORTS = {
     "estimate": ["estimate", "--preset", "qwen3-8b-1m", "--token-budget", "1B"],
     "does not fit": ["estimate", "Qwen/Qwen3-8B", "--max-length", "1Mi", *EIGHT_GPUS, "--cp-size", "8"],
+    "naive": ["estimate", "Qwen/Qwen3-8B", "--max-length", "1Mi", *EIGHT_GPUS, "--activation-checkpointing", "none"],
     "rules": ["estimate", "--preset", "qwen3-4b-128k", "--compare-rules"],
     "explain": ["estimate", "--preset", "qwen3-8b-1m", "--explain", "attention.ring_backward"],
     "recommend": ["recommend", "Qwen/Qwen3-8B", "--max-length", "1Mi", *EIGHT_GPUS],
@@ -56,12 +61,12 @@ def show(lcplan, monkeypatch: pytest.MonkeyPatch, name: str, width: int) -> str:
 def test_a_report_is_no_wider_than_asked_and_loses_nothing(lcplan, monkeypatch, name: str) -> None:
     texts = {width: show(lcplan, monkeypatch, name, width) for width in WIDTHS}
     for width, text in texts.items():
-        assert max(map(len, text.splitlines())) <= width
+        assert [line for line in text.splitlines() if len(line) > width] == []
         assert "\x1b" not in text
         assert "…" not in text
     assert characters(texts[100]) == characters(texts[160])
     assert quantities(texts[100]) == quantities(texts[160])
-    if name in ("estimate", "does not fit"):
+    if name in ("estimate", "does not fit", "naive"):
         sizes = {width: re.findall(r"[\d,.]+ GiB", text) for width, text in texts.items()}
         assert NARROW_HINT in texts[60]
         assert sizes[60] == sizes[160]
@@ -148,3 +153,32 @@ def test_a_table_in_one_piece_wrapped_and_stacked() -> None:
         "another",
         "    12.00 GiB  fits",
     ]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_traced_report_and_one_beside_a_probe(width: int) -> None:
+    spec = tiny_spec()
+    report = estimate(spec, plan_of(spec, max_length=64), load_gpu("h200"))
+    group = TensorGroup(
+        category="activation", module="model.layers.*.self_attn.q_proj", operator="aten.mm.default",
+        shape=(1, 131_072, 4_096), dtype="bfloat16", num_bytes=12 << 30,
+    )  # fmt: skip
+    traced = report.model_copy(
+        update={
+            "method": "trace",
+            "timeline": tuple(PhaseTotal(phase=f"backward[{i}]", allocated_bytes=i << 30) for i in range(9)),
+            "tensors_at_peak": (group,),
+            "compared": (Compared(what="peak allocated", predicted_bytes=50 << 30, measured_bytes=51 << 30),),
+        }
+    )
+    out, file = printed(width)
+    print_report(traced, units="GiB", console=out)
+    text = file.getvalue()
+    assert [line for line in text.splitlines() if len(line) > width] == []
+    for part in (
+        "backward[2] to backward[6]",
+        "model.layers.*.self_attn.q_proj",
+        "mm bfloat16 1x131072x4096",
+        "-1.9608%",
+    ):
+        assert part in text

@@ -150,13 +150,14 @@ def _print_breakdown(report: MemoryReport, units: ByteUnits, out: Console) -> No
     """Every group with its items, at the peak and at its own largest, and what lies on top."""
     rows, bold = _breakdown(report, units)
     columns = [Column("")] + [Column(name, right=True) for name in ("at the peak", "share", "at most")]
-    sizes = [cells[: len(columns)] for cells in rows]
-    taken = sum(2 + max(map(len, cells)) for cells in zip(*sizes, strict=True))
-    if out.width - taken >= FORMULA_ROOM:
+    taken = [2 + max(map(len, cells)) for cells in zip([c.name for c in columns], *rows, strict=False)]
+    if out.width - sum(taken) >= FORMULA_ROOM:
         print_table(out, [*columns, Column("formula", text=True)], rows, bold=bold)
-    else:
-        print_table(out, columns, sizes, bold=bold)
-        say(out, "formulas: --explain ITEM, or a wider terminal")
+        return
+    # as narrow as this, shares go before sizes do
+    shown = [0, 1, 2, 3] if sum(taken) - 2 <= out.width else [0, 1, 3]
+    print_table(out, [columns[i] for i in shown], [tuple(cells[i] for i in shown) for cells in rows], bold=bold)
+    say(out, "formulas: --explain ITEM, or a wider terminal")
 
 
 def _breakdown(report: MemoryReport, units: ByteUnits) -> tuple[list[tuple[str, ...]], set[int]]:
@@ -211,14 +212,15 @@ def _largest_by_key(items: list[MemoryItem]) -> list[MemoryItem]:
 def _print_phases(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     """Every phase with a bar, in step order."""
     sizes = [(phase.phase, format_bytes(phase.allocated_bytes, units)) for phase in report.phases]
-    taken = sum(2 + max(map(len, cells)) for cells in zip(*sizes, strict=True)) + len(PEAK_MARK)
+    heads = ("phase", "allocated")
+    taken = sum(2 + max(map(len, cells)) for cells in zip(heads, *sizes, strict=True)) + len(PEAK_MARK)
     width = min(BAR_WIDTH, out.width - taken)
     longest = max(phase.allocated_bytes for phase in report.phases)
     rows = [
         (*cells, "#" * round(width * phase.allocated_bytes / longest) + PEAK_MARK * (phase.phase == report.peak_phase))
         for cells, phase in zip(sizes, report.phases, strict=True)
     ]
-    print_table(out, (Column("phase"), Column("allocated", right=True), Column("")), rows)
+    print_table(out, (Column(heads[0]), Column(heads[1], right=True), Column("")), rows)
 
 
 def _print_trace(report: MemoryReport, units: ByteUnits, out: Console) -> None:
