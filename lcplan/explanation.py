@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from lcplan._record import Record
@@ -104,7 +105,14 @@ def _without(plan: TrainPlan, lever: Lever) -> dict[str, Any]:
         return {"dp_replicate_size": 1, "dp_shard_size": plan.dp_shard_size * plan.dp_replicate_size}
     if lever.dimension == "checkpointing":
         return OFF["activations"] | {"activation_checkpointing": "none", "checkpoint_every_n_layers": 1}
-    return OFF.get(lever.dimension, {})
+    if lever.id in ("data-parallel", "yarn"):
+        return {}
+    return OFF.get(lever.dimension) or {name: TrainPlan.model_fields[name].default for name in _fields(lever)}
+
+
+def _fields(lever: Lever) -> list[str]:
+    """The plan fields that a lever changes."""
+    return [name for name in lever.changes.split(", ") if name in TrainPlan.model_fields]
 
 
 def reasons(
@@ -172,20 +180,21 @@ def lever_table(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[Lever
 def _flipped(lever: Lever, pulled: bool, beside: _Alternatives, *, timed: bool) -> LeverRow:
     plan, prices = beside.plan, beside.prices
     plans: list[TrainPlan] = []
-    note = lever.costs
-    settings = (_without(plan, lever),) if pulled else lever.settings(beside.spec, plan.num_gpus)
-    for setting in settings if any(getattr(plan, name) != value for s in settings for name, value in s.items()) else ():
+    note = None
+    for setting in (_without(plan, lever),) if pulled else lever.settings(beside.spec, plan.num_gpus):
         try:
-            plans.append(beside.changed(setting))
+            other = beside.changed(setting)
         except PlanError as error:
             note = error.message
-    if not plans and note == lever.costs:
+        else:
+            plans += [other] if lever.is_on(beside.spec, other) != pulled else []
+    if not plans and note is None:
         note = _not_to_flip(lever, pulled, beside)
     best = min(((prices.device_peak(other), index) for index, other in enumerate(plans)), default=None)
     if best is None:
         peak, fits, time = None, None, None
     else:
-        note = lever.costs
+        note = None
         peak, other = best[0], plans[best[1]]
         fits = peak <= prices.room and host_fits(beside.spec, other)
         time = 1 + beside.slower(other) if timed else None
@@ -196,7 +205,7 @@ def _flipped(lever: Lever, pulled: bool, beside: _Alternatives, *, timed: bool) 
         flipped_peak_bytes=peak,
         flipped_fits=fits,
         flipped_time=time,
-        note=note,
+        note=note or lever.costs,
     )
 
 
@@ -205,11 +214,12 @@ def _not_to_flip(lever: Lever, pulled: bool, beside: _Alternatives) -> str:
     plan = beside.plan
     if lever.id == "yarn":
         return explain_rope(beside.spec, resolve_rope(beside.spec, plan.max_length, plan.rope), plan.max_length)
-    if lever.not_searched:
-        return f"{lever.costs}; not tried here: {lever.not_searched}"
     if pulled:
         return f"{lever.costs}; the plan has no form without it"
-    return "there is one GPU" if plan.num_gpus == 1 else "the plan has no form with it"
+    if lever.not_searched:
+        return f"{lever.costs}; not tried here: {lever.not_searched}"
+    others = {id for id in active_levers(beside.spec, plan) if BY_ID[id].dimension != lever.dimension}
+    return conflict(frozenset(others | {lever.id})) or ("there is one GPU" if plan.num_gpus == 1 else "it has no place")
 
 
 def _why_not(lever: Lever, spec: ModelSpec, chosen: Candidate, plans: Lattice, prices: Prices, units: ByteUnits) -> str:
@@ -249,7 +259,8 @@ def _why_illegal(lever: Lever, wanted: frozenset[str], plan: TrainPlan, spec: Mo
 def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, TrainPlan], ...]:
     """From the naive plan to this one, one more lever pulled each time: (lever, what it changes, the plan with it).
 
-    A plan on the way that the formulas do not cover is left out; its lever goes with the next one.
+    A plan on the way that the formulas do not cover is left out; its lever goes with the next one. A lever that the
+    naive plan has too, such as LoRA, is named there.
 
     Raises:
         PlanError: when the formulas do not cover the plan itself.
@@ -258,22 +269,34 @@ def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, Train
     naive: dict[str, Any] = {
         "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1, "sp_size": 1,
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
-        "cp_comm_strategy": "allgather", **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
+        "cp_comm_strategy": "allgather", "offload_optimizer": False, "reshard_after_forward": True,
+        **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
     }  # fmt: skip
     current = plan.model_copy(update=naive)
-    rows: list[tuple[str, str, TrainPlan]] = []
+    steps = [(NAIVE, "full logits, everything saved", current)]
+    always: list[str] = []
+    for lever, text, update in _pulled(spec, plan):
+        before, current = current, current.model_copy(update=update)
+        if update and current == before:
+            always.append(lever)
+        else:
+            steps.append((lever, text, current))
+    if always:
+        steps[0] = (NAIVE, f"{steps[0][1]}; with {', '.join(always)}", steps[0][2])
+    return tuple(_covered_steps(spec, steps))
+
+
+def _covered_steps(spec: ModelSpec, steps: list[tuple[str, str, TrainPlan]]) -> Iterator[tuple[str, str, TrainPlan]]:
     pulled: list[tuple[str, str]] = []
-    for lever, text, update in [(NAIVE, "full logits, everything saved", {}), *_pulled(spec, plan)]:
-        current = current.model_copy(update=update)
+    for lever, text, plan in steps:
         pulled.append((lever, text))
         try:
-            check_covered(spec, current)
+            check_covered(spec, plan)
         except PlanError:
             continue
         named = [pair for pair in pulled if pair[0] != NAIVE] or pulled
-        rows.append((", ".join(lever for lever, _ in named), ", ".join(text for _, text in named), current))
+        yield ", ".join(lever for lever, _ in named), ", ".join(text for _, text in named), plan
         pulled = []
-    return tuple(rows)
 
 
 def waterfall(spec: ModelSpec, plan: TrainPlan, prices: Prices) -> tuple[Step, ...]:
@@ -297,7 +320,7 @@ def _pulled(spec: ModelSpec, plan: TrainPlan) -> list[tuple[str, str, dict[str, 
     rope = resolve_rope(spec, plan.max_length, plan.rope)
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for id in active_levers(spec, plan):
-        fields = [name for name in BY_ID[id].changes.split(", ") if name in TrainPlan.model_fields]
+        fields = _fields(BY_ID[id])
         if id == "yarn" and rope is not None:
             rows.append((id, f"factor {rope.factor:g} x {rope.original_max_position_embeddings:,}", {}))
         elif fields and not (id == "data-parallel" and plan.cp_size * plan.sp_size > 1):

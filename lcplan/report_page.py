@@ -108,6 +108,7 @@ def commands_of(
     *,
     origin: Sequence[str],
     base: dict[str, object],
+    has_data: bool,
     method: Sequence[str] = (),
 ) -> tuple[Command, ...]:
     """The commands that give this report again, and those that go on from it.
@@ -118,11 +119,13 @@ def commands_of(
         gpu: its GPU
         origin: words that name the model and the preset or file, as the user gave them
         base: plan values that the preset or file sets
+        has_data: whether the preset or file names the training data
         method: further words of ``estimate``, such as ``--method trace``
     """
     job = [*origin, *plan_flags(spec, plan, gpu, base)]
     goal = [*origin, "--max-length", str(plan.max_length), "--gpu", plan.gpu, "--num-gpus", str(plan.num_gpus)]
     again = [*job, *method]
+    data = [] if has_data else ["--data", "data.jsonl"]
     return (
         Command(gives="this report in a terminal", text=command_line("estimate", again)),
         Command(gives="this report as JSON", text=command_line("estimate", [*again, "--json"])),
@@ -130,10 +133,8 @@ def commands_of(
         Command(gives="a picture of it", text=command_line("plot", ["timeline", *job, "--output", "timeline.svg"])),
         Command(gives="the fastest plan that fits", text=command_line("recommend", goal)),
         Command(
-            gives="the training job, written but not started",
-            text=command_line(
-                "run", [*job, "--data", "python-docs", "--output-dir", "runs/from-this-report", "--dry-run"]
-            ),
+            gives="the training job, written but not started" + ("" if has_data else "; name your data with --data"),
+            text=command_line("run", [*job, *data, "--output-dir", "runs/from-this-report", "--dry-run"]),
         ),
         Command(gives="the formulas against every measured row", text=command_line("check", [])),
     )

@@ -137,8 +137,8 @@ def test_references_inside_the_pictures_find_their_targets(page_of) -> None:
     assert used <= ids
 
 
-def test_commands_on_the_page_give_the_same_report(lcplan, page_of) -> None:
-    asked = ["--preset", "qwen3-8b-1m", "--no-offload-activations", "--cp-size", "4", "--dp-shard-size", "2"]
+def test_commands_on_the_page_give_the_same_report(lcplan, page_of, tmp_path: Path) -> None:
+    asked = ["--preset", "qwen3-8b-1m", "--max-length", "512Ki", "--cp-size", "4", "--dp-shard-size", "2"]
     _, page = page_of(*asked)
     commands = [text for text in page.texts if text.startswith("lcplan ")]
     estimated = next(text for text in commands if text.endswith("--json"))
@@ -148,9 +148,12 @@ def test_commands_on_the_page_give_the_same_report(lcplan, page_of) -> None:
     assert second["plan"] == first["plan"]
     assert second["phases"] == first["phases"]
     assert second["items"] == first["items"]
+    trained = next(text for text in commands if text.startswith("lcplan run"))
+    folder = tmp_path / "job"
+    assert lcplan(*shlex.split(trained.replace("runs/from-this-report", str(folder)))[1:], "--force").code == 0
+    assert json.loads((folder / "plan.json").read_text())["plan"] == first["plan"]
     recommended = next(text for text in commands if text.startswith("lcplan recommend"))
     assert lcplan(*shlex.split(recommended)[1:]).code == 0
-    assert f"Try: {recommended.replace('--preset qwen3-8b-1m', 'Qwen/Qwen3-8B')}" in page.text
 
 
 HOSTILE = '</title><script>alert(1)</script><img src=x onerror=alert(1)> & "quoted" \'$x_1$'
@@ -217,6 +220,10 @@ def test_a_traced_report_has_a_page_too(page_of, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     _, page = page_of(str(tmp_path), "--max-length", "512", "--gpu", "a10g", "--method", "trace")
     assert "trace method" in page.text
+    assert "Part by part, as traced" in page.texts
+    assert "Tensors alive at the peak, as traced" in page.texts
+    assert "model.layers.*.mlp" in " ".join(page.texts)
+    assert len(page.all("table")) == len(page.all("caption"))
     assert "+ activation-checkpointing" in page.text
     assert any("--method trace" in text for text in page.texts if text.startswith("lcplan estimate"))
 

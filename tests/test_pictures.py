@@ -19,8 +19,9 @@ from lcplan.checking import check_rows, load_rows
 from lcplan.cli.plan_options import Job, read_job
 from lcplan.errors import EnvironmentProblem, InputError, PlanError
 from lcplan.estimation import estimate
-from lcplan.explanation import waterfall
+from lcplan.explanation import lever_table, waterfall
 from lcplan.hardware import load_gpu
+from lcplan.levers import LEVERS, active_levers
 from lcplan.model_loading import load_model
 from lcplan.recommendation import Goal, recommend
 from lcplan.reports import plots
@@ -123,12 +124,52 @@ def test_ulysses_is_a_step_of_the_waterfall_with_the_same_gpus() -> None:
     assert steps[1].device_peak_bytes < steps[0].device_peak_bytes
 
 
+def test_a_waterfall_has_no_row_that_changes_nothing() -> None:
+    job = job_of(model="Qwen/Qwen3-4B", max_length=65536, gpu="h200", num_gpus=2)
+    steps = waterfall(job.spec, job.plan, Prices(job.spec, job.gpu, job.gpu.usable_bytes))
+    assert [step.lever for step in steps] == ["naive", "chunked-loss", "yarn", "activation-checkpointing"]
+    assert steps[0].change == "full logits, everything saved; with data-parallel"
+
+
 def test_no_picture_of_a_plan_that_is_not_covered() -> None:
     spec = tiny_spec()
     plan = plan_of(spec, max_length=4096, mlp_tile_size=512)
     for make in (pictures.waterfall_steps, pictures.length_curves):
         with pytest.raises(PlanError, match="mlp-tile-size"):
             make(spec, plan, load_gpu("h200"))
+
+
+FLIPS = [
+    ({"num_gpus": 8, "cp_size": 8}, {"context-parallel": {"cp_size": 1, "dp_shard_size": 8}}),
+    ({"lora_r": 16}, {"lora": {"lora_r": None}, "offload-activations": {"offload_activations": True}}),
+    (
+        {"num_gpus": 4, "backend": "deepspeed", "sp_size": 4, "offload_optimizer": True},
+        {
+            "sequence-parallel": {"sp_size": 1, "dp_shard_size": 4},
+            "offload-optimizer": {"offload_optimizer": False},
+            "offload-params": {"offload_params": True},
+        },
+    ),
+    ({"num_gpus": 2, "reshard_after_forward": False}, {"kept-gathered": {"reshard_after_forward": True}}),
+]
+
+
+@pytest.mark.parametrize(("given", "flips"), FLIPS)
+def test_the_lever_table_prices_the_plan_with_a_lever_flipped(
+    given: dict[str, Any], flips: dict[str, dict[str, Any]]
+) -> None:
+    job = job_of(model="Qwen/Qwen3-4B", max_length=65536, gpu="h200", **given)
+    table = {row.lever: row for row in lever_table(job.spec, job.plan, Prices(job.spec, job.gpu, job.gpu.usable_bytes))}
+    assert set(table) == {lever.id for lever in LEVERS}
+    assert {id for id, row in table.items() if row.pulled} == set(active_levers(job.spec, job.plan))
+    for id, update in flips.items():
+        plan = job.plan.model_copy(update=update)
+        assert table[id].flipped_peak_bytes == estimate(job.spec, plan, job.gpu).device_peak_bytes, id
+    for row in table.values():
+        assert row.note
+        assert (row.flipped_fits is None) == (row.flipped_peak_bytes is None)
+    if "cp_size" not in given:
+        assert table["alltoall"].note == "alltoall needs context-parallel"
 
 
 def test_accuracy_is_measured_over_predicted() -> None:
@@ -214,11 +255,12 @@ def test_neighbours_in_the_stack_differ_in_grey_or_hatch() -> None:
 
 
 def test_no_part_of_a_name_is_drawn_as_a_formula() -> None:
-    spec = tiny_spec().model_copy(update={"id": "a$x_1$<b>&"})
+    name = "a$x_1$<b>&\u6a21\u578b"
+    spec = tiny_spec().model_copy(update={"id": name})
     picture = pictures.timeline(estimate(spec, plan_of(spec, max_length=4096), load_gpu("h200")))
     text = plots.inline_svg(picture)
     root = ET.fromstring(text)
-    assert any("a$x_1$<b>&" in "".join(element.itertext()) for element in root.iter())
+    assert any(name in "".join(element.itertext()) for element in root.iter())
     assert "<b>" not in text
 
 

@@ -148,7 +148,8 @@ def _write_page(
     words += [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += [] if units == "GiB" else ["--units", units]
     base = dict(job.preset.plan) if job.preset else {}
-    commands = commands_of(job.spec, job.plan, job.gpu, origin=origin, base=base, method=words)
+    has_data = job.preset is not None and job.preset.data is not None
+    commands = commands_of(job.spec, job.plan, job.gpu, origin=origin, base=base, has_data=has_data, method=words)
     page = render_page(report_page(job.spec, job.plan, job.gpu, report, commands), units=units)
     write_whole(path, page.encode("utf-8"), flag="--html")
     print(f"Wrote {path}.", file=sys.stderr)  # noqa: T201

@@ -14,6 +14,7 @@ from typing import Any
 _showing: ContextVar[bool] = ContextVar("showing_working", default=False)
 TIMES, MINUS = "\u00d7", "\u2212"
 SIDES = ("names", "numbers")
+"""The two texts of an expression, as attributes of ``Working``."""
 SUM, PRODUCT, ATOM = 0, 1, 2
 """How tightly an expression binds."""
 
