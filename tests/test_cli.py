@@ -258,8 +258,9 @@ def test_nothing_heavy_is_imported(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    script = f"'{sys.executable}' -m lcplan.cli.main list models | head -n 1; test ${{PIPESTATUS[0]}} -eq 0"
+@pytest.mark.parametrize("command", ["list models", "check", "plot timeline --preset qwen3-8b-1m"])
+def test_a_closed_pipe_is_no_error(command: str) -> None:
+    script = f"'{sys.executable}' -m lcplan.cli.main {command} | head -n 1; test ${{PIPESTATUS[0]}} -eq 0"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
