@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,15 +89,28 @@ def test_completing_imports_nothing_heavy() -> None:
     assert "mlp.saved" in done.stdout
 
 
-def test_the_script_completes_in_bash(tmp_path: Path) -> None:
+COMPLETE = {
+    "bash": "COMP_WORDS=(lcplan estimate --preset qwen3-8); COMP_CWORD=3; _lcplan_completion lcplan; echo $COMPREPLY",
+    "fish": "complete -C 'lcplan estimate --preset qwen3-8'",
+    "zsh": "words=(lcplan estimate --preset qwen3-8); CURRENT=4; _lcplan_completion",
+}
+"""What a shell does at TAB, asked for without one."""
+BEFORE = {"zsh": "compdef() { : }; _arguments() { print -r -- $@ }\n"}
+"""zsh's own completion system shows what it is given; here it is printed."""
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_the_script_completes_in_the_shell_itself(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
     command = tmp_path / "lcplan"
     command.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m lcplan \"$@\"\n")
     command.chmod(0o755)
-    script = run("--show-completion", "bash")
-    ask = "COMP_WORDS=(lcplan estimate --preset qwen3-8); COMP_CWORD=3; _lcplan_completion lcplan; echo ${COMPREPLY[@]}"
-    env = {**os.environ, "PYTHONPATH": ROOT, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], env=env, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("qwen3-8b-1m\n", "")
+    script = BEFORE.get(shell, "") + run("--show-completion", shell) + "\n" + COMPLETE[shell]
+    env = {**os.environ, "PYTHONPATH": ROOT, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run([shell, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert re.sub(r"[^a-z0-9-]", "", done.stdout) == "qwen3-8b-1m"
 
 
 @pytest.mark.parametrize(
