@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainerCallback
 
 from lcplan.config_reading import read_values
@@ -228,18 +229,25 @@ def _layout() -> dict[str, Any]:
             raise PlanError("fsdp1", f"fsdp_version {plugin.fsdp_version} is another sharding. Set fsdp_version: 2.")
         if state.mixed_precision != "bf16":
             raise PlanError("precision", f"FSDP2 with mixed_precision {state.mixed_precision}: only bf16 is counted.")
-        fields["offload_params"] = bool(plugin.cpu_offload)
+        fields["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         fields["reshard_after_forward"] = bool(plugin.reshard_after_forward)
         if plugin.activation_checkpointing:
             raise PlanError("two-checkpointings", "fsdp_activation_checkpointing is set: leave it to the trainer.")
-    sizes = state.parallelism_config if hasattr(state, "parallelism_config") else None
-    if sizes is not None:
-        if sizes.tp_size > 1:
-            raise PlanError("tp", f"tp_size {sizes.tp_size}: lcplan has no tensor parallelism.")
-        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
-            fields[name] = getattr(sizes, name)
-        if sizes.cp_size > 1:
-            fields["cp_comm_strategy"] = sizes.cp_handler.cp_comm_strategy
+    return fields | _parallel_sizes(state, backend)
+
+
+def _parallel_sizes(state: Any, backend: str) -> dict[str, Any]:
+    """accelerate's ParallelismConfig; without one FSDP2 shards over all ranks, and DDP repeats on them."""
+    sizes = state.parallelism_config
+    names = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size")
+    if sizes is None or all(getattr(sizes, name) == 1 for name in (*names, "tp_size")):
+        spread = {"fsdp2": "dp_shard_size", "ddp": "dp_replicate_size"}.get(backend)
+        return {spread: state.num_processes} if spread else {}
+    if sizes.tp_size > 1:
+        raise PlanError("tp", f"tp_size {sizes.tp_size}: lcplan has no tensor parallelism.")
+    fields: dict[str, Any] = {name: getattr(sizes, name) for name in names}
+    if sizes.cp_size > 1:
+        fields["cp_comm_strategy"] = sizes.cp_handler.cp_comm_strategy
     return fields
 
 

@@ -114,19 +114,21 @@ def live(monkeypatch: pytest.MonkeyPatch, args: Any = None, of: Any = None, **st
 
 
 def fsdp(**changes: Any) -> dict[str, Any]:
+    """accelerate's state as a launched job has it, with accelerate's own records."""
+    from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import DistributedType
 
-    plugin = {"fsdp_version": 2, "cpu_offload": None, "reshard_after_forward": True, "activation_checkpointing": False}
+    plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, "cpu_ram_efficient_loading": False} | changes)
     return {
-        "distributed_type": DistributedType.FSDP, "num_processes": 8, "mixed_precision": "bf16",
-        "fsdp_plugin": SimpleNamespace(**plugin | changes),
+        "distributed_type": DistributedType.FSDP, "num_processes": 8, "mixed_precision": "bf16", "fsdp_plugin": plugin,
+        "parallelism_config": sizes(),
     }  # fmt: skip
 
 
 def sizes(**changes: Any) -> Any:
-    handler = SimpleNamespace(cp_comm_strategy="alltoall")
-    values = {"dp_replicate_size": 1, "dp_shard_size": 1, "cp_size": 1, "sp_size": 1, "tp_size": 1}
-    return SimpleNamespace(**values | changes, cp_handler=handler)
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(**changes)
 
 
 def test_settings_become_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +149,24 @@ def test_settings_become_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_filled_in_behind_the_run_s_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(live(monkeypatch).notes) == 1, "that rows are full; no default of lcplan's"
-    assert len(live(monkeypatch, **fsdp(), parallelism_config=sizes(cp_size=8)).notes) == 1
+    for split in (sizes(), sizes(cp_size=8), sizes(dp_replicate_size=2, dp_shard_size=4)):
+        assert len(live(monkeypatch, **fsdp() | {"parallelism_config": split}).notes) == 1
 
 
 def test_ring_attention_over_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = live(monkeypatch, **fsdp(cpu_offload=True), parallelism_config=sizes(dp_shard_size=2, cp_size=4))
-    plan = job.plan
+    from accelerate.utils import TorchContextParallelConfig
+
+    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    split = sizes(dp_shard_size=2, cp_size=4, cp_handler=handler)
+    plan = live(monkeypatch, **fsdp(cpu_offload=True) | {"parallelism_config": split}).plan
     assert (plan.backend, plan.num_gpus, plan.dp_shard_size, plan.cp_size) == ("fsdp2", 8, 2, 4)
     assert (plan.cp_comm_strategy, plan.offload_params, plan.reshard_after_forward) == ("alltoall", True, True)
+
+
+def test_fsdp2_without_sizes_shards_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = live(monkeypatch, **fsdp(reshard_after_forward=False)).plan
+    assert (plan.dp_shard_size, plan.cp_size) == (8, 1)
+    assert (plan.offload_params, plan.reshard_after_forward) == (False, False)
 
 
 def test_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,12 +212,14 @@ def test_frozen_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "float16"}, "torch.float16"),
         ({"fsdp": {"fsdp_version": 1}}, "fsdp_version 1"),
         ({"fsdp": {"activation_checkpointing": True}}, "fsdp_activation_checkpointing"),
-        ({"state": {"parallelism_config": sizes(tp_size=2)}}, "tp_size 2"),
+        ({"tp_size": 2}, "tp_size 2"),
         ({"quantization_config": {"load_in_8bit": True}}, "quantised"),
     ],
 )
 def test_what_no_plan_expresses_is_named(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str) -> None:
-    state = changes.get("state", {}) | (fsdp(**changes["fsdp"]) if "fsdp" in changes else {})
+    state = fsdp(**changes["fsdp"]) if "fsdp" in changes else {}
+    if "tp_size" in changes:
+        state = fsdp() | {"parallelism_config": sizes(tp_size=changes["tp_size"])}
     of = model(changes.get("dtype", "bfloat16"))
     if "quantization_config" in changes:
         of.config.quantization_config = changes["quantization_config"]
