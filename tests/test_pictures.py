@@ -264,6 +264,32 @@ def test_no_part_of_a_name_is_drawn_as_a_formula() -> None:
     assert "<b>" not in text
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"model": "Qwen/Qwen3-4B", "max_length": 65536, "gpu": "h200", "lora_r": 16},
+        {"model": "Qwen/Qwen3-0.6B", "max_length": 2048, "gpu": "h200"},
+        {"preset": "qwen3-8b-1m"},
+    ],
+    ids=str,
+)
+def test_the_numbers_along_an_axis_are_plain_and_apart(job: dict[str, Any]) -> None:
+    found = job_of(**job)
+    for picture in (
+        pictures.waterfall_steps(found.spec, found.plan, found.gpu),
+        pictures.length_curves(found.spec, found.plan, found.gpu),
+    ):
+        figure = plots.draw(picture)
+        figure.canvas.draw()
+        for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+            labels = [label for label in axis.get_ticklabels(which="both") if label.get_text()]
+            assert len(labels) >= 1
+            assert not any("$" in label.get_text() for label in labels)
+            boxes = [label.get_window_extent() for label in labels]
+            for one, other in itertools.combinations(boxes, 2):
+                assert not one.overlaps(other), (picture.kind, [label.get_text() for label in labels])
+
+
 def test_without_matplotlib_the_extra_is_named(
     drawn: dict[str, pictures.Picture], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ class Step:
             tokens=self.tokens,
             row_tokens=plan.max_length,
             float32=self.float32,
+            casts_rotary=self.casts_rotary,
             offloads_input=plan.offload_activations,
             ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
@@ -379,7 +380,9 @@ class Step:
             on_gpu = 1 if running else min(checkpointed, stashed)
         kept = merge(kept, self._inputs(on_gpu))
         if self.casts_rotary:
-            kept = merge(kept, self.rotary_tables(count, wide=False))
+            # a layer that interleaves them keeps what it made; as its arguments a checkpoint keeps them
+            holders = checkpointed if TRAITS[self.spec.model_type].interleaved_rotary else count
+            kept = merge(kept, self.rotary_tables(holders, wide=False))
         if self.plan.activation_checkpointing == "selective":
             spec, item = self.spec, attention.kept_outputs
             outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)

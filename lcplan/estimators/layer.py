@@ -107,6 +107,8 @@ class LayerShape:
     row_tokens: int
     """Tokens of one sequence: what attends to one another."""
     float32: bool
+    casts_rotary: bool
+    """The layer gets bf16 copies of float32 tables."""
     offloads_input: bool
     """The layer's own input waits on the host."""
     ring_copies_output: bool
@@ -242,7 +244,7 @@ def _before_scores(shape: LayerShape) -> Alive:
         )
     if traits.interleaved_rotary:
         width = round(spec.head_dim * spec.rope.partial_rotary_factor)
-        size = weights.FP32_BYTES if traits.wide_rotary else weights.BF16_BYTES
+        size = weights.FP32_BYTES if traits.wide_rotary and not shape.casts_rotary else weights.BF16_BYTES
         tables = activations.rotary_tables(tokens=shape.row_tokens, head_dim=width, dtype_bytes=size)
         alive[activations.rotary_tables.key] = tables
     return alive

@@ -28,11 +28,13 @@ from lcplan.units import GB, GIB, ByteUnits, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 FileFormat = Literal["svg", "png"]
 Where = Literal["top", "left", "above", "beside"]
 PNG_DPI = 150
+MOST_TICKS = 9
 NAMED_ROWS = 6
 """Rows furthest off that have their names beside them."""
 INK, FAINT = "#222222", "#777777"
@@ -189,6 +191,16 @@ def _limit(axes: Axes, usable: int, gpu: str, units: ByteUnits, *, where: Where)
         words, at, xycoords=coords, xytext=offset, textcoords="offset points", color=LIMIT, fontweight="bold",
         ha=align[0], va=align[1],
     )  # fmt: skip
+
+
+def _log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Round numbers along a log axis; 2 and 5 times powers of ten as well where there are few of those."""
+    powers = [10.0**k for k in range(-3, 10)]
+    ticks = [power * part for power in powers for part in (1, 2, 5) if low <= power * part <= high]
+    if len(ticks) > MOST_TICKS:
+        ticks = [power for power in powers if low <= power <= high]
+    axis.set_ticks(ticks, [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
 
 
 def _spread(wanted: list[float], least: float, low: float, high: float) -> list[float]:
@@ -386,7 +398,7 @@ def _draw_waterfall(picture: WaterfallPicture, figure: Figure, units: ByteUnits)
     names = [step.lever if step.lever == NAIVE else f"+ {step.lever}" for step in steps]
     axes.set_yticks(range(len(steps)), names)
     axes.set_xlabel(f"device peak of one GPU, {units} (log scale); a band is what the lever saves")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _log_ticks(axes.xaxis, *axes.get_xlim())
     axes.tick_params(axis="y", length=0)
     _limit(axes, picture.usable_bytes, picture.gpu, units, where="top")
 
@@ -425,8 +437,7 @@ def _draw_pareto(picture: ParetoPicture, figure: Figure, units: ByteUnits) -> No
     axes.set_xlabel("time a token, over the fastest plan's")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.2f}x")
     axes.set_ylabel(f"device peak of one GPU, {units} (log scale)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.minorticks_off()
+    _log_ticks(axes.yaxis, low, high)
     _limit(axes, picture.usable_bytes, picture.gpu, units, where="left")
     if picture.headroom_bytes:
         room = (picture.usable_bytes - picture.headroom_bytes) / one
@@ -473,7 +484,7 @@ def _draw_accuracy(picture: AccuracyPicture, figure: Figure, units: ByteUnits) -
         )  # fmt: skip
     axes.set_ylim(-reach, reach)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    _log_ticks(axes.xaxis, *axes.get_xlim())
     worst = sorted(sorted(picture.rows, key=lambda row: -abs(row.ratio - 1))[:NAMED_ROWS], key=lambda row: row.ratio)
     places = _spread([100 * (row.ratio - 1) for row in worst], reach / 14, -reach, reach)
     for row, place in zip(worst, places, strict=True):
