@@ -6,7 +6,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 LCPLAN := .venv/bin/python -m lcplan
 
 .DEFAULT_GOAL := help
-.PHONY: help run services test lint format check bench clean
+.PHONY: help run services test lint format check bench pages pictures docs clean
 
 help: ## Show this help
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,10 @@ help: ## Show this help
 .venv/test.stamp: .venv/train.stamp
 	$(PIP) install -c constraints.txt -e '.[train,test]'
 	touch .venv/test.stamp
+
+.venv/docs.stamp: .venv/bin/python pyproject.toml
+	$(PIP) install -e '.[docs]'
+	touch .venv/docs.stamp
 
 run: .venv/train.stamp ## Estimate and recommend for the 1M-token preset, then train a tiny model for real
 	$(LCPLAN) estimate --preset qwen3-8b-1m
@@ -52,5 +56,15 @@ check: .venv/train.stamp ## Hold the formulas against every measured row
 bench: .venv/train.stamp ## Speed of the command line and of the estimator, as ratios in one run
 	.venv/bin/python benchmarks/speed.py
 
+pages: .venv/test.stamp ## Write the pages of docs/ that are made from code and data
+	.venv/bin/python -m tools.pages
+	.venv/bin/python tools/trap_table.py
+
+pictures: .venv/test.stamp ## Draw the pictures of docs/pictures
+	.venv/bin/python -m tools.pictures
+
+docs: .venv/docs.stamp ## Build the documents into site/
+	.venv/bin/python -m mkdocs build --strict --quiet
+
 clean: ## Remove the environment and runs
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

@@ -133,6 +133,18 @@ def read_configs(paths: Sequence[Path]) -> ForeignJob:
     return _merge(readers, paths)
 
 
+def read_values(kind: Format, values: Values, *, where: str) -> ForeignJob:
+    """The same of one tool's settings that are no file.
+
+    Raises:
+        InputError: a value of another type than the tool's.
+        PlanError: a setting that changes memory and that no plan can express.
+    """
+    reader = _Reader(values, where)
+    READERS[kind](reader)
+    return _merge([(kind, reader)], [Path(where)])
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping of a YAML file; a repeated key is an error.
 

@@ -238,3 +238,9 @@ class MemoryReport(Record):
     def dominant(self) -> MemoryItem:
         """The largest item at the peak."""
         return self.items_in(self.peak_phase)[0]
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from lcplan.reports.notebook import report_html  # only a notebook needs it
+
+        return report_html(self)

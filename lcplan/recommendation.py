@@ -104,6 +104,12 @@ class Recommendation(Record):
     changes: tuple[str, ...] = ()
     """Where nothing fits: the smallest changes that would make it fit."""
 
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from lcplan.reports.notebook import recommendation_html  # only a notebook needs it
+
+        return recommendation_html(self)
+
 
 def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec, *, units: ByteUnits = "GiB") -> Recommendation:
     """Search every legal combination of levers; ``units`` is for the sizes in the sentences.

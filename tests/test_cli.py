@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lcplan.estimators.working import TIMES
 from tests.conftest import tiny_config
 
 JOB = ["Qwen/Qwen3-8B", "--max-length", "1Mi", "--gpu", "h100-80gb", "--num-gpus", "8", "--cp-size", "8"]
@@ -125,7 +126,10 @@ def test_units(lcplan) -> None:
 def test_explain(lcplan) -> None:
     result = lcplan("estimate", *JOB, "--offload-activations", "--explain", "mlp.saved")
     assert "formula: 8*I*T" in result.out
-    assert "12.00 GiB" in result.out
+    assert "source: transformers 5.24 Qwen3MLP" in result.out
+    assert "confidence: exact" in result.out
+    assert "12.00 GiB (12,884,901,888 bytes) in backward[35].mlp" in result.out
+    assert "  = 8 x intermediate_size x tokens\n  = 8 x 12,288 x 131,072\n" in result.out.replace(TIMES, "x")
     assert "no item" in lcplan("estimate", *JOB, "--explain", "nothing").err
 
 
@@ -140,7 +144,7 @@ def test_recommend(lcplan) -> None:
     goal = ["Qwen/Qwen3-8B", "--max-length", "1048576", "--gpu", "h100-80gb", "--num-gpus", "8"]
     result = lcplan("recommend", *goal)
     assert result.code == 0
-    text = " ".join(result.out.split())
+    text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
     assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 --offload-activations"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
@@ -254,8 +258,9 @@ def test_nothing_heavy_is_imported(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    script = f"'{sys.executable}' -m lcplan.cli.main list models | head -n 1; test ${{PIPESTATUS[0]}} -eq 0"
+@pytest.mark.parametrize("command", ["list models", "check", "plot timeline --preset qwen3-8b-1m"])
+def test_a_closed_pipe_is_no_error(command: str) -> None:
+    script = f"'{sys.executable}' -m lcplan.cli.main {command} | head -n 1; test ${{PIPESTATUS[0]}} -eq 0"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 # Tries to install the Debian packages that some tests use; tests skip where one is missing, so this never fails.
 packages=(
     chromium # tests of the pages in a real browser
+    fish zsh # tests of the completion in these shells
 )
 missing=()
 for package in "${packages[@]}"; do

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import JsonOption
 from lcplan.errors import InputError
 
 if TYPE_CHECKING:
     from lcplan.checking import MeasuredRow
+
+METHODS = ("formula", "trace")
 
 
 def command(
@@ -31,7 +34,10 @@ def command(
             "$LCPLAN_ROWS or ~/.local/share/lcplan/rows.jsonl.",
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="formula, or trace (peft extra, some minutes).")] = "formula",
+    method: Annotated[
+        str,
+        typer.Option(help="formula, or trace (peft extra, some minutes).", autocompletion=completion.one_of(*METHODS)),
+    ] = "formula",
     time: Annotated[
         bool, typer.Option("--time", help="Step times instead of memory, with those that others published.")
     ] = False,
@@ -44,7 +50,7 @@ def command(
     from lcplan.cli.output import check_choice, print_json
     from lcplan.reports.check_result import print_added, print_check, print_times
 
-    check_choice("--method", method, ("formula", "trace"))
+    check_choice("--method", method, METHODS)
     allowed = parse_percent(tolerance or ("10%" if time else "1%"))
     if time and (add is not None or method != "formula"):
         raise InputError("time-alone", "--time goes with --tolerance, --rows and --json only. Leave the others out.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import (
     ConfigOption,
     EmitOption,
@@ -50,10 +51,14 @@ def command(
         str,
         typer.Option(
             help="How to obtain the report: formula, trace (the training code on fake tensors), or probe (one step on "
-            "this machine's GPU)."
+            "this machine's GPU).",
+            autocompletion=completion.one_of(*METHODS),
         ),
     ] = "formula",
-    explain: Annotated[str | None, typer.Option(help="Print one item's formula, numbers and source.")] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="Print one item's formula, numbers and source.", autocompletion=completion.items),
+    ] = None,
     compare_rules: Annotated[
         bool, typer.Option("--compare-rules", help="Print the field's simple rules beside lcplan's numbers.")
     ] = False,
@@ -84,7 +89,7 @@ def command(
     Example: lcplan estimate Qwen/Qwen3-8B --max-length 1Mi --gpu h100-80gb --num-gpus 8 --cp-size 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
-    from lcplan.estimation import with_token_budget
+    from lcplan.estimation import with_token_budget, workings
     from lcplan.reports.terminal import explain_item, print_report
 
     size_units = check_units(units)
@@ -112,7 +117,8 @@ def command(
     elif json:
         print_json(report)
     elif explain is not None:
-        explain_item(report, explain, units=size_units)
+        worked = workings(job.spec, job.plan, report) if method == "formula" else None
+        explain_item(report, explain, workings=worked, units=size_units)
     else:
         print_report(report, units=size_units)
     emit_plan(job.spec, job.plan, emit)

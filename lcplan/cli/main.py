@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     named = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     try:
-        build_app(named)(args=arguments)
+        build_app(named)(args=arguments, prog_name="lcplan")
     except LcplanError as error:
         _complain(f"error [{error.code}]: {error.message}")
         sys.exit(2)

@@ -10,16 +10,27 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.errors import InputError
 from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.model_loading import SpecReader, load_model
 from lcplan.model_spec import ModelSpec
-from lcplan.train_plan import TrainPlan, resolve
-from lcplan.units import parse_bytes, parse_count
+from lcplan.train_plan import (
+    KNOWN_OPTIMIZERS,
+    ActivationCheckpointing,
+    AttnImplementation,
+    Backend,
+    CommStrategy,
+    Dtype,
+    Loss,
+    TrainPlan,
+    resolve,
+)
+from lcplan.units import ByteUnits, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from lcplan.config_reading import ForeignJob
@@ -31,8 +42,13 @@ Flag = bool | None
 PLAN = "Plan"
 
 
-def _option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=PLAN, show_default=False)
+def _option(help: str, *names: str, complete: completion.Completer | None = None) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=PLAN, show_default=False, autocompletion=complete)
+
+
+def _choice(help: str, choices: Any) -> Any:
+    """An option whose values are those of a ``Literal``."""
+    return _option(help, complete=completion.one_of(*get_args(choices)))
 
 
 def _plan_flags(
@@ -40,20 +56,24 @@ def _plan_flags(
     per_device_train_batch_size: Annotated[int | None, _option("Sequences a rank holds at once.")] = None,
     per_device_eval_batch_size: Annotated[int | None, _option("Sequences a rank evaluates at once.")] = None,
     gradient_accumulation_steps: Annotated[int | None, _option("Micro steps before an optimizer step.")] = None,
-    gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.")] = None,
+    gpu: Annotated[str | None, _option("GPU id, see `lcplan list gpus`.", complete=completion.gpus)] = None,
     num_gpus: Annotated[int | None, _option("GPUs of the job.")] = None,
     gpus_per_node: Annotated[int | None, _option("GPUs of one node.")] = None,
-    backend: Annotated[str | None, _option("single, ddp, fsdp2 or deepspeed.")] = None,
+    backend: Annotated[str | None, _choice("single, ddp, fsdp2 or deepspeed.", Backend)] = None,
     dp_replicate_size: Annotated[int | None, _option("Replicas of the sharded model.")] = None,
     dp_shard_size: Annotated[int | None, _option("Data-parallel ranks that shard the states.")] = None,
     cp_size: Annotated[int | None, _option("Ranks that split a sequence by ring attention (FSDP2).")] = None,
     sp_size: Annotated[int | None, _option("Ranks that split a sequence by Ulysses (DeepSpeed).")] = None,
-    cp_comm_strategy: Annotated[str | None, _option("allgather or alltoall.")] = None,
-    dtype: Annotated[str | None, _option("bfloat16 or float32: type the weights are loaded in.")] = None,
-    optim: Annotated[str | None, _option("Optimizer, by transformers' name.")] = None,
-    loss: Annotated[str | None, _option("chunked, chunked-256 (TRL 1.13 and 1.14) or full.")] = None,
+    cp_comm_strategy: Annotated[str | None, _choice("allgather or alltoall.", CommStrategy)] = None,
+    dtype: Annotated[str | None, _choice("bfloat16 or float32: type the weights are loaded in.", Dtype)] = None,
+    optim: Annotated[
+        str | None, _option("Optimizer, by transformers' name.", complete=completion.one_of(*KNOWN_OPTIMIZERS))
+    ] = None,
+    loss: Annotated[str | None, _choice("chunked, chunked-256 (TRL 1.13 and 1.14) or full.", Loss)] = None,
     scored_fraction: Annotated[float | None, _option("Share of tokens with a label; prompts masked: below 1.")] = None,
-    activation_checkpointing: Annotated[str | None, _option("full, selective or none.")] = None,
+    activation_checkpointing: Annotated[
+        str | None, _choice("full, selective or none.", ActivationCheckpointing)
+    ] = None,
     checkpoint_every_n_layers: Annotated[int | None, _option("Checkpoint every n-th layer only.")] = None,
     offload_activations: Annotated[
         Flag,
@@ -83,13 +103,13 @@ def _plan_flags(
     lora_r: Annotated[int | None, _option("LoRA rank.")] = None,
     lora_target_modules: Annotated[str | None, _option("Modules that get an adapter.")] = None,
     lora_dropout: Annotated[float | None, _option("Dropout before the adapters.")] = None,
-    quantize: Annotated[str | None, _option("none or nf4.")] = None,
+    quantize: Annotated[str | None, _option("none or nf4.", complete=completion.one_of("none", "nf4"))] = None,
     freeze_embeddings: Annotated[
         Flag, _option("Do not train the token embedding.", "--freeze-embeddings/--no-freeze-embeddings")
     ] = None,
     freeze_head: Annotated[Flag, _option("Do not train lm_head.", "--freeze-head/--no-freeze-head")] = None,
     padding: Annotated[Flag, _option("Rows are padded to max_length.", "--padding/--no-padding")] = None,
-    attn_implementation: Annotated[str | None, _option("sdpa, flash_attention_2 or eager.")] = None,
+    attn_implementation: Annotated[str | None, _choice("sdpa, flash_attention_2 or eager.", AttnImplementation)] = None,
     rope: Annotated[str | None, _option("auto, none or yarn:FACTOR.")] = None,
     packing: Annotated[Flag, _option("Pack short samples into a row.", "--packing/--no-packing")] = None,
     host_memory: Annotated[str | None, _option("Host memory of a node, such as 2TB.")] = None,
@@ -124,9 +144,15 @@ def with_plan_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Catalog or Hub id, or a path to a config.json or its folder."),
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Catalog or Hub id, or a path to a config.json or its folder.",
+        autocompletion=completion.models,
+    ),
 ]
-PresetOption = Annotated[str | None, typer.Option(help="A named job, see `lcplan list presets`.")]
+PresetOption = Annotated[
+    str | None, typer.Option(help="A named job, see `lcplan list presets`.", autocompletion=completion.presets)
+]
 ConfigOption = Annotated[
     list[Path] | None,
     typer.Option(help="A preset's YAML, or that of accelerate, TRL, axolotl or LLaMA-Factory; several are merged."),
@@ -137,7 +163,7 @@ TokenBudgetOption = Annotated[str | None, typer.Option(help="Tokens to train on,
 EmitOption = Annotated[
     Path | None, typer.Option(help="Write the plan as accelerate.yaml and sft.yaml (TRL) into this folder.")
 ]
-UnitsOption = Annotated[str, typer.Option(help="GiB or GB.")]
+UnitsOption = Annotated[str, typer.Option(help="GiB or GB.", autocompletion=completion.one_of(*get_args(ByteUnits)))]
 
 
 def emit_plan(spec: ModelSpec, plan: TrainPlan, folder: Path | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import (
     ConfigOption,
     JsonOption,
@@ -34,7 +35,8 @@ def command(
         str,
         typer.Argument(
             help="timeline (memory through one step), length (memory against length), waterfall (naive to the plan), "
-            "pareto (memory against time) or accuracy (measured over predicted; takes no plan)."
+            "pareto (memory against time) or accuracy (measured over predicted; takes no plan).",
+            autocompletion=completion.one_of(*KINDS),
         ),
     ],
     model: ModelArgument = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import (
     ConfigOption,
     EmitOption,
@@ -27,6 +28,8 @@ from lcplan.errors import InputError
 if TYPE_CHECKING:
     from lcplan.recommendation import Goal, Recommendation
 
+OBJECTIVES = ("fastest", "smallest")
+
 
 @with_plan_flags
 def command(
@@ -34,9 +37,17 @@ def command(
     model: ModelArgument = None,
     preset: PresetOption = None,
     config: ConfigOption = None,
-    gpu: Annotated[list[str] | None, typer.Option(help="GPU id; give several to compare them.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="GPU id; give several to compare them.", autocompletion=completion.gpus)
+    ] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Find the largest max_length that fits.")] = False,
-    objective: Annotated[str, typer.Option(help="fastest, or smallest: the plan that needs least memory.")] = "fastest",
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="fastest, or smallest: the plan that needs least memory.",
+            autocompletion=completion.one_of(*OBJECTIVES),
+        ),
+    ] = "fastest",
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Take as few of --num-gpus as will do.")] = False,
     headroom: Annotated[
         str | None,
@@ -64,7 +75,7 @@ def command(
     from lcplan.units import parse_bytes
 
     size_units = check_units(units)
-    check_choice("--objective", objective, ("fastest", "smallest"))
+    check_choice("--objective", objective, OBJECTIVES)
     base = read_base(model, preset, config)
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     decided = {k: v for k, v in (base.plan if base else {}).items() if k not in SEARCHED}

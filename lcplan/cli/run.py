@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from lcplan.cli import completion
 from lcplan.cli.plan_options import (
     ConfigOption,
     ModelArgument,
@@ -42,7 +43,10 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Start a plan that does not fit; write into a folder in use.")
     ] = False,
-    init: Annotated[str | None, typer.Option(help="pretrained or random weights.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="pretrained or random weights.", autocompletion=completion.one_of("pretrained", "random")),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the Hub.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of another tokenizer.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; one pass if not given.")] = None,

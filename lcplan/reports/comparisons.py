@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from lcplan.comparisons import Comparison, ComparisonReport
+from lcplan.reports.layout import Column, Terminal, print_table, say
 from lcplan.units import ByteUnits, format_bytes
 
 VERSUS = {
@@ -20,29 +20,29 @@ VERSUS = {
 
 def print_comparisons(report: ComparisonReport, *, units: ByteUnits, console: Console | None = None) -> None:
     """One line a rule under what it is held against, then the sources and why a rule cannot be compared."""
-    out = console or Console()
-    out.print(_table(report, units))
-    out.print()
+    out = console or Terminal()
+    _print_rules(report, units, out)
+    say(out)
     for comparison in report.comparisons:
         text = f"{comparison.rule.statement} ({comparison.rule.source})"
         if comparison.not_comparable is not None:
             text += f"; not comparable: {comparison.not_comparable}"
-        out.print(f"- {text}", highlight=False, markup=False)
+        say(out, f"- {text}", hanging=2)
 
 
-def _table(report: ComparisonReport, units: ByteUnits) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("simple rule, on one GPU", overflow="fold")
-    for name in ("rule", "lcplan", "rule's error"):
-        table.add_column(name, justify="right", overflow="fold")
+def _print_rules(report: ComparisonReport, units: ByteUnits, out: Console) -> None:
+    rows: list[tuple[str, ...]] = []
+    bold = set()
     shown = None
     for comparison in report.comparisons:
         rule = comparison.rule
         if rule.versus != shown:
             shown = rule.versus
-            table.add_row(VERSUS[shown], "", _bytes(comparison.lcplan_bytes, units), "", style="bold")
-        table.add_row(f"  {rule.statement}", _bytes(comparison.rule_bytes, units), "", _error(comparison))
-    return table
+            bold.add(len(rows))
+            rows.append((VERSUS[shown], "", _bytes(comparison.lcplan_bytes, units), ""))
+        rows.append((f"  {rule.statement}", _bytes(comparison.rule_bytes, units), "", _error(comparison)))
+    numbers = (Column(name, right=True) for name in ("rule", "lcplan", "rule's error"))
+    print_table(out, (Column("simple rule, on one GPU", text=True), *numbers), rows, bold=bold)
 
 
 def _bytes(num_bytes: int | None, units: ByteUnits) -> str:

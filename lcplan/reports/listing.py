@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
 from lcplan import catalog
 from lcplan.hardware import load_gpu
 from lcplan.levers import LEVERS, excluded
 from lcplan.model_loading import load_model
 from lcplan.presets import list_presets, load_preset
+from lcplan.reports.layout import Column, Terminal, print_table, say
 from lcplan.units import format_bytes, format_parameters
-
-
-def _show(columns: dict[str, bool], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows; a column maps to whether it is right-aligned."""
-    table = Table(box=None, pad_edge=False)
-    for name, right in columns.items():
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
 
 
 def print_models() -> None:
@@ -41,7 +25,8 @@ def print_models() -> None:
                 f"{spec.max_position_embeddings:,}",
             )
         )
-    _show({"model": False, "type": False, "parameters": True, "layers": True, "positions": True}, rows)
+    numbers = (Column(name, right=True) for name in ("parameters", "layers", "positions"))
+    print_table(Terminal(), (Column("model", text=True), Column("type"), *numbers), rows)
 
 
 def print_gpus() -> None:
@@ -58,22 +43,21 @@ def print_gpus() -> None:
                 f"{gpu.gpus_per_node}",
             )
         )
-    _show({"gpu": False, "name": False, "usable": True, "bf16 dense": True, "per node": True}, rows)
+    numbers = (Column(name, right=True) for name in ("usable", "bf16 dense", "per node"))
+    print_table(Terminal(), (Column("gpu", text=True), Column("name", text=True), *numbers), rows)
 
 
 def print_presets() -> None:
     """Name and description of every preset."""
-    _show(
-        {"preset": False, "what it is": False},
-        [(name, load_preset(name).description) for name in list_presets()],
-    )
+    rows = [(name, load_preset(name).description) for name in list_presets()]
+    print_table(Terminal(), (Column("preset"), Column("what it is", text=True)), rows)
 
 
 def print_levers() -> None:
     """Every lever: what it does, which fields it sets, what it needs, costs and does not go with."""
-    out = Console()
+    out = Terminal()
     for lever in LEVERS:
-        out.print(f"{lever.id}: {lever.summary}", highlight=False, markup=False)
+        say(out, f"{lever.id}: {lever.summary}", bold=True, hanging=2)
         facts = {
             "sets": lever.changes,
             "needs": "; ".join(filter(None, (lever.needs, " or ".join(lever.requires)))),
@@ -83,4 +67,4 @@ def print_levers() -> None:
         }
         for name, fact in facts.items():
             if fact:
-                out.print(Padding(Text(f"{name}: {fact}"), (0, 0, 0, 4)))
+                say(out, f"    {name}: {fact}", hanging=6)

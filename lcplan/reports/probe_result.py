@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from lcplan.probing import RECORD_FILE, RESULT_FILE
-from lcplan.reports.terminal import comparison
+from lcplan.reports.layout import Terminal
+from lcplan.reports.terminal import print_comparison
 from lcplan.units import ByteUnits, format_bytes
 
 if TYPE_CHECKING:
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    Terminal(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_probe(found: ProbeResult, compared: tuple[Compared, ...], folder: Path, *, units: ByteUnits) -> None:
     """The formulas beside what was measured, on stdout, and the record."""
     if compared:
-        Console().print(comparison(compared, units))
+        print_comparison(compared, units, Terminal())
     print_record(found, folder, units=units)
 
 

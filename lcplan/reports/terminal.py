@@ -6,14 +6,16 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from lcplan.errors import InputError
 from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
+from lcplan.reports.layout import Column, Terminal, print_table, say, say_command
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lcplan.estimators.working import Working
     from lcplan.recommendation import RankedPlan, Recommendation
 
 GROUPS = {
@@ -36,15 +38,11 @@ GROUPS = {
 }
 """Item groups in the order and words a user asks for them."""
 BAR_WIDTH = 24
+PEAK_MARK = " <- peak"
+FORMULA_ROOM = 30
+"""Columns that formulas need beside the sizes; where there are fewer they are left to --explain."""
 TENSORS_SHOWN = 16
 LAYERS_SHOWN = 5
-
-
-def _table(*columns: tuple[str, bool]) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name, right in columns:
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    return table
 
 
 def _phase_help(phase: str) -> str:
@@ -85,67 +83,92 @@ def suggestion(report: MemoryReport) -> str:
 
 
 def print_answer(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
-    """The answer alone, and an empty line."""
-    out = console or Console()
-    out.print(answer(report, units), style="bold", highlight=False, markup=False)
-    out.print()
+    """The answer alone, what to try if it is no, and an empty line."""
+    out = console or Terminal()
+    said, _, hint = answer(report, units).partition(" Try: ")
+    say(out, said, bold=True)
+    if hint.startswith("lcplan "):
+        say_command(out, hint, lead="Try: ")
+    elif hint:
+        say(out, f"Try: {hint}")
+    say(out)
 
 
 def print_report(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
     """The whole report as text."""
-    out = console or Console()
+    out = console or Terminal()
     print_answer(report, units=units, console=out)
     plan = report.plan
     split = "sp_size" if plan["backend"] == "deepspeed" else "cp_size"
-    out.print(
+    say(
+        out,
         f"{report.model.id} ({format_parameters(report.model.num_parameters)}), {plan['max_length']:,} tokens, "
         f"{plan['num_gpus']} x {plan['gpu']}, {plan['backend']}, {split} {plan[split]}, "
         f"{report.method} method, rank {report.peak_rank}",
-        highlight=False,
-        markup=False,
     )
     if report.rope:
         rope = report.rope
-        out.print(
+        say(
+            out,
             f"rope: {rope.rope_type} factor {rope.factor:g}, original {rope.original_max_position_embeddings:,}, "
             f"theta {rope.rope_theta:,.0f}",
-            highlight=False,
         )
-    out.print(time_line(report), highlight=False, markup=False)
+    say(out, time_line(report))
     if line := budget_line(report):
-        out.print(line, highlight=False, markup=False)
-    out.print(f"peak: {report.peak_phase} - {_phase_help(report.peak_phase)}", highlight=False, markup=False)
-    out.print()
-    out.print(_breakdown(report, units))
-    out.print()
-    out.print(_phases(report, units))
-    out.print()
+        say(out, line)
+    say(out, f"peak: {report.peak_phase} - {_phase_help(report.peak_phase)}")
+    say(out)
+    _print_breakdown(report, units, out)
+    say(out)
+    _print_phases(report, units, out)
+    say(out)
     if report.compared:
-        out.print(comparison(report.compared, units))
-        out.print()
+        print_comparison(report.compared, units, out)
+        say(out)
     if report.method == "trace":
         _print_trace(report, units, out)
     _print_host(report, units, out)
     for warning in report.warnings:
-        out.print(f"warning [{warning.code}]: {warning.message} {warning.fix}", highlight=False, markup=False)
+        say(out, f"warning [{warning.code}]: {warning.message} {warning.fix}", hanging=2)
     if report.assumptions:
-        out.print("assumed: " + "; ".join(report.assumptions), highlight=False, markup=False)
-    out.print("not modelled: " + "; ".join(report.not_modelled), highlight=False, markup=False)
+        say(out, "assumed: " + "; ".join(report.assumptions), hanging=2)
+    say(out, "not modelled: " + "; ".join(report.not_modelled), hanging=2)
 
 
-def comparison(compared: tuple[Compared, ...], units: ByteUnits) -> Table:
+def print_comparison(compared: tuple[Compared, ...], units: ByteUnits, out: Console) -> None:
     """The formulas' numbers beside those of a probe."""
-    table = _table(("", False), ("formula", True), ("measured", True), ("difference", True))
+    rows = []
     for pair in compared:
         error = f"{pair.predicted_bytes / pair.measured_bytes - 1:+.4%}" if pair.measured_bytes else ""
-        sizes = (format_bytes(size, units) for size in (pair.predicted_bytes, pair.measured_bytes))
-        table.add_row(pair.what, *sizes, error)
-    return table
+        predicted, measured = (format_bytes(size, units) for size in (pair.predicted_bytes, pair.measured_bytes))
+        rows.append((pair.what, predicted, measured, error))
+    names = ("formula", "measured", "difference")
+    print_table(out, (Column("", text=True), *(Column(name, right=True) for name in names)), rows)
 
 
-def _breakdown(report: MemoryReport, units: ByteUnits) -> Table:
+def _print_breakdown(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     """Every group with its items, at the peak and at its own largest, and what lies on top."""
-    table = _table(("", False), ("at the peak", True), ("share", True), ("at most", True), ("formula", False))
+    rows, bold = _breakdown(report, units)
+    columns = [Column("")] + [Column(name, right=True) for name in ("at the peak", "share", "at most")]
+    taken = [2 + max(map(len, cells)) for cells in zip([c.name for c in columns], *rows, strict=False)]
+    if out.width - sum(taken) >= FORMULA_ROOM:
+        print_table(out, [*columns, Column("formula", text=True)], rows, bold=bold)
+        return
+    # as narrow as this, shares go before sizes do
+    shown = [0, 1, 2, 3] if sum(taken) - 2 <= out.width else [0, 1, 3]
+    print_table(out, [columns[i] for i in shown], [tuple(cells[i] for i in shown) for cells in rows], bold=bold)
+    say(out, "formulas: --explain ITEM, or a wider terminal")
+
+
+def _breakdown(report: MemoryReport, units: ByteUnits) -> tuple[list[tuple[str, ...]], set[int]]:
+    """The rows of the breakdown, and which of them are sums."""
+    rows: list[tuple[str, ...]] = []
+    bold: set[int] = set()
+
+    def add_sum(*cells: str) -> None:
+        bold.add(len(rows))
+        rows.append(cells)
+
     alive = report.items_in(report.peak_phase)
     total = report.peak_allocated_bytes
     for group, title in GROUPS.items():
@@ -159,23 +182,22 @@ def _breakdown(report: MemoryReport, units: ByteUnits) -> Table:
         here = [item for item in alive if item.group == group]
         most = max(sum(i.num_bytes for i in own if phase.phase in i.phases) for phase in report.phases)
         at_peak = sum(item.num_bytes for item in here)
-        table.add_row(
-            title, format_bytes(at_peak, units), f"{at_peak / total:.1%}", format_bytes(most, units), "", style="bold"
-        )
+        add_sum(title, format_bytes(at_peak, units), f"{at_peak / total:.1%}", format_bytes(most, units), "")
         for item in _largest_by_key(own):
             now = sum(i.num_bytes for i in here if i.key == item.key)
-            table.add_row(
-                f"  {item.key.partition('.')[2]}",
-                format_bytes(now, units) if now else "",
-                f"{now / total:.1%}" if now else "",
-                format_bytes(item.num_bytes, units),
-                item.formula,
+            rows.append(
+                (
+                    f"  {item.key.partition('.')[2]}",
+                    format_bytes(now, units) if now else "",
+                    f"{now / total:.1%}" if now else "",
+                    format_bytes(item.num_bytes, units),
+                    item.formula,
+                )
             )
-    table.add_row("peak allocated", format_bytes(total, units), "", "", "", style="bold")
-    for item in report.items_in("device"):
-        table.add_row(f"  {item.key}", format_bytes(item.num_bytes, units), "", "", item.formula)
-    table.add_row("device peak", format_bytes(report.device_peak_bytes, units), "", "", "", style="bold")
-    return table
+    add_sum("peak allocated", format_bytes(total, units), "", "", "")
+    rows += [(f"  {i.key}", format_bytes(i.num_bytes, units), "", "", i.formula) for i in report.items_in("device")]
+    add_sum("device peak", format_bytes(report.device_peak_bytes, units), "", "", "")
+    return rows, bold
 
 
 def _largest_by_key(items: list[MemoryItem]) -> list[MemoryItem]:
@@ -187,35 +209,40 @@ def _largest_by_key(items: list[MemoryItem]) -> list[MemoryItem]:
     return sorted(largest.values(), key=lambda item: -item.num_bytes)
 
 
-def _phases(report: MemoryReport, units: ByteUnits) -> Table:
+def _print_phases(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     """Every phase with a bar, in step order."""
-    table = _table(("phase", False), ("allocated", True), ("", False))
+    sizes = [(phase.phase, format_bytes(phase.allocated_bytes, units)) for phase in report.phases]
+    heads = ("phase", "allocated")
+    taken = sum(2 + max(map(len, cells)) for cells in zip(heads, *sizes, strict=True)) + len(PEAK_MARK)
+    width = min(BAR_WIDTH, out.width - taken)
     longest = max(phase.allocated_bytes for phase in report.phases)
-    for phase in report.phases:
-        bar = "#" * round(BAR_WIDTH * phase.allocated_bytes / longest)
-        mark = " <- peak" if phase.phase == report.peak_phase else ""
-        table.add_row(phase.phase.replace("[", r"\["), format_bytes(phase.allocated_bytes, units), bar + mark)
-    return table
+    rows = [
+        (*cells, "#" * round(width * phase.allocated_bytes / longest) + PEAK_MARK * (phase.phase == report.peak_phase))
+        for cells, phase in zip(sizes, report.phases, strict=True)
+    ]
+    print_table(out, (Column(heads[0]), Column(heads[1], right=True), Column("")), rows)
 
 
 def _print_trace(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     """The step part by part, and the largest tensors at the peak with the module that made them."""
-    table = _table(("timeline", False), ("largest", True))
-    for title, total in _timeline_rows(report):
-        table.add_row(escape(title), format_bytes(total, units))
-    out.print(table)
-    out.print()
-    table = _table(("alive at the peak", False), ("bytes", True), ("category", False), ("made by", False))
+    parts = [(title, format_bytes(total, units)) for title, total in _timeline_rows(report)]
+    print_table(out, (Column("timeline", text=True), Column("largest", right=True)), parts)
+    say(out)
+    rows: list[tuple[str, ...]] = []
     for group in report.tensors_at_peak[:TENSORS_SHOWN]:
         made_by = group.operator.removeprefix("aten.").partition(".")[0]
         if group.shape:
             made_by += f" {group.dtype} {'x'.join(map(str, group.shape))}"
-        table.add_row(escape(group.module), format_bytes(group.num_bytes, units), group.category, made_by.strip())
+        rows.append((group.module, format_bytes(group.num_bytes, units), group.category, made_by.strip()))
     rest = sum(group.num_bytes for group in report.tensors_at_peak[TENSORS_SHOWN:])
     if rest > 0:
-        table.add_row("smaller ones", format_bytes(rest, units))
-    out.print(table)
-    out.print()
+        rows.append(("smaller ones", format_bytes(rest, units), "", ""))
+    columns = (
+        Column("alive at the peak", text=True), Column("bytes", right=True), Column("category"),
+        Column("made by", text=True),
+    )  # fmt: skip
+    print_table(out, columns, rows)
+    say(out)
 
 
 def _timeline_rows(report: MemoryReport) -> list[tuple[str, int]]:
@@ -235,20 +262,17 @@ def _print_host(report: MemoryReport, units: ByteUnits, out: Console) -> None:
     host = report.host
     pinned = f"{format_bytes(host.pinned_bytes_per_rank, units)} a rank"
     node = format_bytes(host.pinned_bytes_per_node, units)
-    out.print(
-        f"host: pinned {pinned}, {node} a node; while loading {format_bytes(host.load_bytes_per_node, units)} a node",
-        highlight=False,
-    )
+    loading = f"while loading {format_bytes(host.load_bytes_per_node, units)} a node"
+    say(out, f"host: pinned {pinned}, {node} a node; {loading}")
     disk = report.disk
-    out.print(
-        f"disk: saved model {format_bytes(disk.saved_model_bytes, units)}, "
-        f"checkpoint {format_bytes(disk.checkpoint_bytes, units)}",
-        highlight=False,
-    )
+    saved = format_bytes(disk.saved_model_bytes, units)
+    say(out, f"disk: saved model {saved}, checkpoint {format_bytes(disk.checkpoint_bytes, units)}")
 
 
-def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
-    """One item's formula, source and sizes by phase.
+def explain_item(
+    report: MemoryReport, key: str, *, workings: Mapping[tuple[str, int], Working] | None = None, units: ByteUnits
+) -> None:
+    """One item's formula, source, and sizes by phase with the numbers put in, where formulas worked them out.
 
     Raises:
         InputError: for a key that the report does not have, listing those it has.
@@ -257,100 +281,109 @@ def explain_item(report: MemoryReport, key: str, *, units: ByteUnits) -> None:
     if not found:
         keys = ", ".join(sorted({item.key for item in report.items}))
         raise InputError("unknown-item", f"--explain {key!r} is no item of this report. There are: {keys}.")
-    out = Console()
+    out = Terminal()
     first = found[0]
-    lines = [
-        f"{first.key} ({first.category}, on the {first.device}, {first.confidence})",
-        f"formula: {first.formula}",
-        f"source: {first.source}",
-    ]
-    lines += [
-        f"{format_bytes(item.num_bytes, units)} ({item.num_bytes:,} bytes) in {', '.join(item.phases)}"
-        for item in found
-    ]
-    for line in lines:
-        out.print(line, highlight=False, markup=False)
+    say(out, f"{first.key} ({first.category}, on the {first.device})", bold=True)
+    say(out, f"formula: {first.formula}", hanging=2)
+    say(out, f"source: {first.source}", hanging=2)
+    say(out, f"confidence: {first.confidence}", hanging=2)
+    for item in found:
+        say(out)
+        where = ", ".join(item.phases)
+        say(out, f"{format_bytes(item.num_bytes, units)} ({item.num_bytes:,} bytes) in {where}", hanging=2)
+        working = (workings or {}).get((key, item.num_bytes))
+        if working is not None:
+            say(out, f"  = {working.names}", hanging=4)
+            say(out, f"  = {working.numbers}", hanging=4)
 
 
 def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, console: Console | None = None) -> None:
     """The plan, the reason for each lever, the waterfall from naive to final, memory against time."""
-    out = console or Console()
-
-    def say(text: str = "", *, style: str | None = None) -> None:
-        out.print(text, style=style, highlight=False, markup=False)
-
+    out = console or Terminal()
     ranked = recommendation.plans[0] if recommendation.plans else recommendation.nearest
     if ranked is None:
         return
     report = ranked.report
     if not recommendation.plans:
         spare = f" with {format_bytes(recommendation.headroom_bytes, units)} to spare" if report.fits else ""
-        say(f"NOTHING FITS{spare}. The nearest miss:", style="bold")
-    say(answer(report, units).partition(" Try:")[0], style="bold")
-    say(time_line(report))
+        say(out, f"NOTHING FITS{spare}. The nearest miss:", bold=True)
+    say(out, answer(report, units).partition(" Try:")[0], bold=True)
+    say(out, time_line(report))
     if line := budget_line(report):
-        say(line)
+        say(out, line)
     asked = f"{format_bytes(recommendation.headroom_bytes, units)} asked to stay free"
-    say(f"binding: {recommendation.binding}; {recommendation.searched:,} plans searched, {asked}")
+    say(out, f"binding: {recommendation.binding}; {recommendation.searched:,} plans searched, {asked}")
     if recommendation.fewer_gpus:
-        say(recommendation.fewer_gpus)
+        say(out, recommendation.fewer_gpus)
     if report.step_time is None:
-        say(f"times are compared by {recommendation.order}")
+        say(out, f"times are compared by {recommendation.order}")
     if recommendation.changes:
         miss, *changes = recommendation.changes
-        say(f"{miss} " + (f"What would make it fit: {'; or '.join(changes)}." if changes else ""))
-    say()
-    out.print(_steps_table(ranked, units))
-    say()
+        say(out, f"{miss} " + (f"What would make it fit: {'; or '.join(changes)}." if changes else ""))
+    say(out)
+    _print_steps(ranked, units, out)
+    say(out)
     for reason in ranked.why:
-        say(f"- {reason}")
-    say()
+        say(out, f"- {reason}", hanging=2)
+    say(out)
     for rest in ranked.left_out:
-        say(f"left out: {rest.lever}: {rest.why}")
+        say(out, f"left out: {rest.lever}: {rest.why}", hanging=2)
     if len(recommendation.pareto) > 1:
-        say()
-        out.print(_pareto_table(recommendation, units))
+        say(out)
+        _print_pareto(recommendation, units, out)
     if len(recommendation.plans) > 1:
-        say()
-        out.print(_gpus_table(recommendation, units))
-    say()
+        say(out)
+        _print_gpus(recommendation, units, out)
+    say(out)
     for warning in report.warnings:
-        say(f"warning [{warning.code}]: {warning.message} {warning.fix}")
-    out.print(estimate_command(ranked), highlight=False, markup=False, soft_wrap=True)
+        say(out, f"warning [{warning.code}]: {warning.message} {warning.fix}", hanging=2)
+    say_command(out, estimate_command(ranked))
 
 
-def _steps_table(ranked: RankedPlan, units: ByteUnits) -> Table:
-    table = _table(("lever", False), ("change", False), ("device peak", True), ("step", True), ("", False))
-    for step in ranked.steps:
-        peak, verdict = format_bytes(step.device_peak_bytes, units), "fits" if step.fits else ""
-        table.add_row(step.lever, step.change, peak, _seconds(step.step_time_s), verdict)
-    return table
+def _print_steps(ranked: RankedPlan, units: ByteUnits, out: Console) -> None:
+    rows = [
+        (
+            step.lever,
+            step.change,
+            format_bytes(step.device_peak_bytes, units),
+            _seconds(step.step_time_s),
+            "fits" if step.fits else "",
+        )
+        for step in ranked.steps
+    ]
+    columns = (
+        Column("lever", text=True), Column("change", text=True), Column("device peak", right=True),
+        Column("step", right=True), Column(""),
+    )  # fmt: skip
+    print_table(out, columns, rows)
 
 
-def _pareto_table(recommendation: Recommendation, units: ByteUnits) -> Table:
+def _print_pareto(recommendation: Recommendation, units: ByteUnits, out: Console) -> None:
     """Plans that none beats in both; the time is over the fastest of all, whether it fits or not."""
-    table = _table(("memory against time", False), ("device peak", True), ("step", True), ("time", True), ("", False))
-    for point in recommendation.pareto:
-        mark = "<- chosen" if point.chosen else "fits" if point.fits else ""
-        table.add_row(
+    rows = [
+        (
             plan_words(point.plan),
             format_bytes(point.device_peak_bytes, units),
             _seconds(point.step_time_s),
             f"{point.relative_time:.2f}x",
-            mark,
+            "<- chosen" if point.chosen else "fits" if point.fits else "",
         )
-    return table
+        for point in recommendation.pareto
+    ]
+    numbers = (Column(name, right=True) for name in ("device peak", "step", "time"))
+    print_table(out, (Column("memory against time", text=True), *numbers, Column("")), rows)
 
 
-def _gpus_table(recommendation: Recommendation, units: ByteUnits) -> Table:
-    table = _table(("gpu", False), ("device peak", True), ("step", True), ("tokens/s", True), ("1B tokens", True))
+def _print_gpus(recommendation: Recommendation, units: ByteUnits, out: Console) -> None:
+    rows = []
     for ranked in recommendation.plans:
         report, cost = ranked.report, ranked.cost
         speed = "-" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}"
         price = "-" if cost is None or cost.per_billion_tokens is None else f"{cost.per_billion_tokens:,.0f}"
         peak = format_bytes(report.device_peak_bytes, units)
-        table.add_row(f"{ranked.plan.num_gpus} x {ranked.plan.gpu}", peak, _seconds(report.step_time_s), speed, price)
-    return table
+        rows.append((f"{ranked.plan.num_gpus} x {ranked.plan.gpu}", peak, _seconds(report.step_time_s), speed, price))
+    numbers = (Column(name, right=True) for name in ("device peak", "step", "tokens/s", "1B tokens"))
+    print_table(out, (Column("gpu"), *numbers), rows)
 
 
 def plan_words(plan: dict[str, Any]) -> str:

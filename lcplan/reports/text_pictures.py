@@ -19,6 +19,7 @@ from lcplan.pictures import (
     Timeline,
     WaterfallPicture,
 )
+from lcplan.reports.layout import Terminal
 from lcplan.reports.terminal import plan_words
 from lcplan.reports.wording import group_words, phase_words
 from lcplan.units import ByteUnits, format_bytes
@@ -39,7 +40,7 @@ BINS = (-1e-2, -1e-3, -1e-4, -1e-5, 1e-5, 1e-4, 1e-3, 1e-2)
 
 def print_picture(picture: Picture, *, units: ByteUnits = "GiB", console: Console | None = None) -> None:
     """A picture as text, as wide as the terminal."""
-    out = console or Console()
+    out = console or Terminal()
     out.print(Text(picture.title), style="bold", highlight=False)
     out.print()
     if isinstance(picture, Timeline):
