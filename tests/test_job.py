@@ -12,7 +12,8 @@ import pytest
 import yaml
 from jobs import ROOT, contents, fsdp2_job, run_python, small_job
 
-from lcplan.backends import fsdp2, job, launch, single
+from lcplan.backends import job, launch
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.backends.job import ModelSource, render_job
 from lcplan.errors import EnvironmentProblem, LcplanError, PlanError
 from lcplan.job_options import DataSource, TokenizerSource
@@ -216,11 +217,11 @@ def test_a_plan_that_does_not_fit_needs_force(tmp_path, capsys):
 
 
 def test_yaml_of_one_process():
-    gpu = single.accelerate_config(TrainPlan(max_length=64, gpu="h200"))
+    gpu = accelerate_config(TrainPlan(max_length=64, gpu="h200"))
     assert (gpu["distributed_type"], gpu["num_processes"], gpu["mixed_precision"], gpu["use_cpu"]) == (
         "NO", 1, "bf16", False,
     )  # fmt: skip
-    cpu = single.accelerate_config(TrainPlan(max_length=64, gpu="cpu"), device="cpu")
+    cpu = accelerate_config(TrainPlan(max_length=64, gpu="cpu"), device="cpu")
     assert (cpu["mixed_precision"], cpu["use_cpu"]) == ("no", True)
 
 
@@ -248,8 +249,8 @@ def test_accelerate_reads_what_was_meant(tmp_path):
         max_length=4096, gpu="h100-80gb", num_gpus=8, gpus_per_node=8, backend="fsdp2", cp_size=4, dp_shard_size=2,
         cp_comm_strategy="alltoall", offload_params=True,
     )  # fmt: skip
-    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(fsdp2.accelerate_config(plan)))
-    one = single.accelerate_config(TrainPlan(max_length=64, gpu="h200"))
+    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(accelerate_config(plan)))
+    one = accelerate_config(TrainPlan(max_length=64, gpu="h200"))
     (tmp_path / "single.yaml").write_text(yaml.safe_dump(one))
     done = run_python("-c", LAUNCHER, "sharded.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from jobs import ROOT, fsdp2_job, run_python, small_job
 
 import lcplan
 from lcplan import estimate, load_gpu, load_model
-from lcplan.backends import fsdp2, launch
+from lcplan.backends import launch
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.backends.job import TEMPLATES, render_job
 from lcplan.backends.templates import data as job_data
 from lcplan.config_reading import check_padding, read_configs
@@ -221,11 +222,11 @@ def test_safe_surprise_checkpoint() -> None:
     assert TrainingOptions().save_strategy == "no"
     report = estimate(QWEN, plan_of(QWEN, max_length=4096, num_gpus=8), load_gpu("h200"))
     assert report.disk.checkpoint_bytes == pytest.approx(12 * QWEN.num_parameters, rel=0.01)
-    assert fsdp2.accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+    assert accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
 
 
 def test_safe_tied_loading() -> None:
-    assert fsdp2.accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is True
+    assert accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is True
     empty = script("model.py").partition("def empty_model")[2]
     assert "model.tie_weights()" in empty
     plan = plan_of(tiny_spec(tie_word_embeddings=True), max_length=64, num_gpus=2)
@@ -310,7 +311,7 @@ def test_the_job_asks_for_nothing_of_the_traps() -> None:
     for word in ("use_liger_kernel", "packing=True", "padding_free", "pad_to_multiple_of"):
         assert word not in source
     plan = fsdp2_job(cp_size=2, dp_shard_size=1, max_length=4096).plan
-    assert fsdp2.accelerate_config(plan)["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert accelerate_config(plan)["fsdp_config"]["fsdp_activation_checkpointing"] is False
 
 
 def test_the_effective_factor_is_the_one_that_is_printed() -> None:

@@ -19,21 +19,31 @@ class JobError(Exception):
     """The plan and this machine or its versions do not go together; the message says what to change."""
 
 
-def check_layout(accelerator: Any, plan: dict[str, Any]) -> None:
-    """The launcher set up what the plan says: the kind, the number of processes, the sizes of the mesh."""
-    parallel = accelerator.parallelism_config
-    found = {
-        "distributed_type": accelerator.distributed_type.value,
-        "num_gpus": accelerator.num_processes,
-        "dp_replicate_size": parallel.dp_replicate_size if parallel else 1,
-        "dp_shard_size": parallel.dp_shard_size if parallel else 1,
-        "cp_size": parallel.cp_size if parallel else 1,
+DISTRIBUTED_TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
+"""accelerate's name for what each backend launches; DDP on the CPU is MULTI_CPU."""
+PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size")
+
+
+def check_layout(accelerator: Any, plan: dict[str, Any], *, on_cpu: bool) -> None:
+    """The launcher set up what the plan says: the kind, the number of processes, the sizes of the mesh, the stage."""
+    backend = plan["backend"]
+    kind = "MULTI_CPU" if on_cpu and backend == "ddp" else DISTRIBUTED_TYPES[backend]
+    pairs = {
+        "distributed_type": (accelerator.distributed_type.value, kind),
+        "num_gpus": (accelerator.num_processes, plan["num_gpus"]),
     }
-    sharded = plan["backend"] == "fsdp2"
-    planned = {**plan, "distributed_type": "FSDP" if sharded else "NO"}
-    differing = [key for key, value in found.items() if value != planned[key]]
-    wrong = [f"{key} is {found[key]}, planned {planned[key]}" for key in differing]
-    if sharded and not accelerator.is_fsdp2:
+    if backend == "fsdp2" or plan["sp_size"] > 1:
+        parallel = accelerator.parallelism_config
+        pairs |= {name: (getattr(parallel, name, 1), plan[name]) for name in PARALLEL_SIZES}
+    zero = accelerator.deepspeed_plugin if accelerator.distributed_type.value == "DEEPSPEED" else None
+    if zero is not None:
+        pairs |= {
+            "zero_stage": (zero.zero_stage, plan["zero_stage"]),
+            "offload_optimizer": (zero.offload_optimizer_device == "cpu", plan["offload_optimizer"]),
+            "offload_params": (zero.offload_param_device == "cpu", plan["offload_params"]),
+        }
+    wrong = [f"{key} is {found}, planned {planned}" for key, (found, planned) in pairs.items() if found != planned]
+    if backend == "fsdp2" and not accelerator.is_fsdp2:
         wrong.append("FSDP is not version 2")
     if wrong:
         raise JobError(f"the launcher did not set up the plan: {'; '.join(wrong)}. Use the README's command.")
@@ -52,15 +62,47 @@ def check_shards(model: torch.nn.Module, shard_size: int) -> None:
             raise JobError(f"this rank holds {held:,} elements of {name}, planned {share:,}.")
 
 
+def check_zero3_shards(model: torch.nn.Module, shard_size: int) -> None:
+    """Under ZeRO-3 a rank holds its share of every parameter."""
+    for name, weight in model.named_parameters():
+        if not hasattr(weight, "ds_tensor"):
+            raise JobError(f"{name} is not sharded: DeepSpeed did not apply ZeRO-3.")
+        held, share = weight.ds_tensor.ds_numel, -(-weight.ds_numel // shard_size)
+        if held > share:
+            raise JobError(f"this rank holds {held:,} elements of {name}, planned {share:,}.")
+
+
+def check_zero_partition(model: torch.nn.Module, optimizer: Any, shard_size: int) -> None:
+    """Under ZeRO-1 and 2 a rank updates its share of the trained parameters; partitions are padded to be equal."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    groups = optimizer.single_partition_of_fp32_groups
+    held, share = sum(group.numel() for group in groups), -(-trained // shard_size)
+    padding = 2 * PARTITION_ALIGNMENT * len(groups)
+    if held > share + padding:
+        raise JobError(
+            f"this rank updates {held:,} elements, planned {share:,}: DeepSpeed did not shard the optimizer."
+        )
+
+
+PARTITION_ALIGNMENT = 128
+"""Elements to which DeepSpeed may round a partition."""
+
+
 class ShardCheck(TrainerCallback):
-    """Looks at the model once FSDP2 has taken it apart, before the first step."""
+    """Looks at the model once it has been taken apart, before the first step."""
 
-    def __init__(self, shard_size: int) -> None:
-        self.shard_size = shard_size
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
 
-    def on_train_begin(self, *_args: Any, model: torch.nn.Module, **_kwargs: Any) -> None:
+    def on_train_begin(self, *_args: Any, model: torch.nn.Module, optimizer: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer."""
-        check_shards(model, self.shard_size)
+        shard_size = self.plan["dp_shard_size"] * self.plan["cp_size"] * self.plan["sp_size"]
+        if self.plan["backend"] == "fsdp2":
+            check_shards(model, shard_size)
+        elif self.plan["zero_stage"] == 3:
+            check_zero3_shards(model, shard_size)
+        elif self.plan["backend"] == "deepspeed":
+            check_zero_partition(model, optimizer.optimizer, shard_size)
 
 
 def watch_first_sequence(model: PreTrainedModel, batch_size: int, tokens: int) -> None:
