@@ -122,12 +122,30 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("plan", "device", "code", "fix"),
     [
-        ({"backend": "deepspeed", "num_gpus": 2, "sp_size": 2}, "gpu", "backend-not-available", "--backend fsdp2"),
+        (
+            {"backend": "deepspeed", "num_gpus": 4, "sp_size": 2, "zero_stage": 3},
+            "gpu",
+            "parallel-sizes",
+            "--dp-shard-size 2",
+        ),
+        (
+            {"backend": "deepspeed", "num_gpus": 2, "sp_size": 2, "zero_stage": 3, "per_device_eval_batch_size": 1},
+            "gpu",
+            "eval-with-sp",
+            "--sp-size 2",
+        ),
+        (
+            {"backend": "deepspeed", "num_gpus": 2, "dp_shard_size": 2, "lora_r": 8, "quantize": "nf4"},
+            "gpu",
+            "quantize-deepspeed",
+            "--backend fsdp2",
+        ),
         ({"backend": "single", "num_gpus": 2}, "gpu", "parallel-sizes", "--num-gpus 1"),
         ({"backend": "fsdp2", "num_gpus": 8, "cp_size": 2}, "gpu", "parallel-sizes", "--dp-shard-size 4"),
         ({"backend": "fsdp2", "num_gpus": 4, "cp_size": 4, "max_length": 1001}, "gpu", "length-multiple", "1008"),
         ({"backend": "fsdp2", "num_gpus": 2, "dp_shard_size": 2}, "cpu", "cpu-plan", "one process"),
-        ({"lora_r": 8, "quantize": "nf4"}, "gpu", "lever-not-available", "--lora-r, --quantize"),
+        ({"padding": True}, "gpu", "padding-joined", "--padding"),
+        ({"scored_fraction": 0.5}, "gpu", "scored-fraction-joined", "--scored-fraction 0.5"),
         ({"mlp_tile_size": 64}, "gpu", "lever-not-available", "--mlp-tile-size"),
         ({"packing": True}, "gpu", "lever-not-available", "--packing"),
     ],
@@ -287,40 +305,41 @@ ARGUMENTS = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1])))
-import train
+import arguments, train
 from trl import SFTConfig
 for folder in sys.argv[1:]:
     job = json.loads(Path(folder, "plan.json").read_text())
-    arguments = train.sft_arguments(job)
+    built = arguments.sft_arguments(job)
     plan = job["plan"]
-    assert arguments["bf16"] is (job["device"] == "gpu")
-    assert arguments["loss_type"] == "nll"
-    config = SFTConfig(**{**arguments, "use_cpu": True, "bf16": False})
+    assert built["bf16"] is (job["device"] == "gpu")
+    assert built["loss_type"] == "nll"
+    config = SFTConfig(**{**built, "use_cpu": True, "bf16": False})
     assert config.gradient_checkpointing is (plan["activation_checkpointing"] != "none")
     kwargs = config.gradient_checkpointing_kwargs or {}
     assert kwargs.get("offload", False) is plan["offload_activations"], kwargs
     assert config.max_length == plan["max_length"]
     assert config.max_steps == job["training"]["max_steps"]
-assert train.loss_type("chunked", None) == "chunked_nll"
-assert train.loss_type("full", None) == "nll"
-assert train.loss_type("chunked", "nll") == "nll"
+assert arguments.loss_type("chunked", None) == "chunked_nll"
+assert arguments.loss_type("full", None) == "nll"
+assert arguments.loss_type("chunked", "nll") == "nll"
 try:
-    train.loss_type("full", "nll")
-except train.JobError as error:
+    arguments.loss_type("full", "nll")
+except arguments.JobError as error:
     assert "--loss chunked" in str(error)
 else:
     raise AssertionError("full logits on a TRL without them")
 plan = {**plan, "checkpoint_every_n_layers": 2, "activation_checkpointing": "selective", "offload_activations": True}
-assert train.checkpointing_kwargs(plan) == {"offload": True, "every_n_layers": 2, "selective": True}
-train.PreTrainedModel.activation_checkpointing_enable = lambda self, activation_checkpointing_kwargs=None: None
+wanted = {"offload": True, "every_n_layers": 2, "selective": True, "use_reentrant": False}
+assert arguments.checkpointing_kwargs(plan) == wanted
+arguments.PreTrainedModel.activation_checkpointing_enable = lambda self, activation_checkpointing_kwargs=None: None
 try:
-    train.checkpointing_kwargs(plan)
-except train.JobError as error:
+    arguments.checkpointing_kwargs(plan)
+except arguments.JobError as error:
     assert "every_n_layers, offload" in str(error), error
 else:
     raise AssertionError("offload on a transformers without it")
-assert train.row_length({"max_length": 1001, "cp_size": 4}) == 1000
-assert train.row_length({"max_length": 1001, "cp_size": 1}) == 1001
+for cp_size, sp_size, length in ((4, 1, 1000), (1, 1, 1001), (1, 3, 999)):
+    assert arguments.row_length({"max_length": 1001, "cp_size": cp_size, "sp_size": sp_size}) == length
 """
 
 

@@ -69,6 +69,18 @@ def plan_document(job: JobSpec) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **job.model_dump(mode="json")}
 
 
+def packages(plan: TrainPlan) -> tuple[tuple[str, str], ...]:
+    """What a plan needs beside the train extra: the package, and lcplan's extra that brings it."""
+    eight_bit = plan.optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+    needed = {
+        ("peft", "peft"): plan.lora_r is not None,
+        ("bitsandbytes", "quantize"): plan.quantize != "none" or eight_bit,
+        ("deepspeed", "deepspeed"): plan.backend == "deepspeed",
+        ("torchao", "torchao"): plan.optim == "adamw_torch_8bit",
+    }
+    return tuple(names for names, is_needed in needed.items() if is_needed)
+
+
 def accelerate_config(job: JobSpec) -> dict[str, Any]:
     """The content of accelerate.yaml."""
     return accelerate_yaml.accelerate_config(job.plan, device=job.device)

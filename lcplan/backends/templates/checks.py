@@ -6,7 +6,7 @@ was not cut: each still trains, and its memory says nothing about the plan.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 
@@ -49,43 +49,55 @@ def check_layout(accelerator: Any, plan: dict[str, Any], *, on_cpu: bool) -> Non
         raise JobError(f"the launcher did not set up the plan: {'; '.join(wrong)}. Use the README's command.")
 
 
-def check_shards(model: torch.nn.Module, shard_size: int) -> None:
+class Held(NamedTuple):
+    """Elements that a rank holds, and how many there are on all."""
+
+    held: int
+    whole: int
+
+
+def check_shards(model: torch.nn.Module, shard_size: int) -> Held:
     """Under FSDP2 a rank holds its share of every parameter, and no more."""
     from torch.distributed.tensor import DTensor
 
+    total = held = 0
     for name, weight in model.named_parameters():
         if not isinstance(weight, DTensor):
             raise JobError(f"{name} is not sharded: accelerate did not apply FSDP2.")
         share = -(-weight.shape[0] // shard_size) * (weight.numel() // weight.shape[0])
-        held = weight.to_local().numel()
-        if held > share:
-            raise JobError(f"this rank holds {held:,} elements of {name}, planned {share:,}.")
+        held += _held(weight.to_local().numel(), share, name)
+        total += weight.numel()
+    return Held(held, total)
 
 
-def check_zero3_shards(model: torch.nn.Module, shard_size: int) -> None:
+def check_zero3_shards(model: torch.nn.Module, shard_size: int) -> Held:
     """Under ZeRO-3 a rank holds its share of every parameter."""
+    total = held = 0
     for name, weight in model.named_parameters():
         if not hasattr(weight, "ds_tensor"):
             raise JobError(f"{name} is not sharded: DeepSpeed did not apply ZeRO-3.")
-        held, share = weight.ds_tensor.ds_numel, -(-weight.ds_numel // shard_size)
-        if held > share:
-            raise JobError(f"this rank holds {held:,} elements of {name}, planned {share:,}.")
+        held += _held(weight.ds_tensor.ds_numel, -(-weight.ds_numel // shard_size), name)
+        total += weight.ds_numel
+    return Held(held, total)
 
 
-def check_zero_partition(model: torch.nn.Module, optimizer: Any, shard_size: int) -> None:
+def check_zero_partition(model: torch.nn.Module, optimizer: Any, shard_size: int) -> Held:
     """Under ZeRO-1 and 2 a rank updates its share of the trained parameters; partitions are padded to be equal."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     groups = optimizer.single_partition_of_fp32_groups
-    held, share = sum(group.numel() for group in groups), -(-trained // shard_size)
-    padding = 2 * PARTITION_ALIGNMENT * len(groups)
-    if held > share + padding:
-        raise JobError(
-            f"this rank updates {held:,} elements, planned {share:,}: DeepSpeed did not shard the optimizer."
-        )
+    share = -(-trained // shard_size) + PARTITION_PADDING * len(groups)
+    held = _held(sum(group.numel() for group in groups), share, "the optimizer's masters")
+    return Held(held, trained)
 
 
-PARTITION_ALIGNMENT = 128
-"""Elements to which DeepSpeed may round a partition."""
+def _held(held: int, share: int, name: str) -> int:
+    if held > share:
+        raise JobError(f"this rank holds {held:,} elements of {name}, planned {share:,}.")
+    return held
+
+
+PARTITION_PADDING = 256
+"""Elements that DeepSpeed may add to a partition, to align it."""
 
 
 class ShardCheck(TrainerCallback):
@@ -93,34 +105,42 @@ class ShardCheck(TrainerCallback):
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
+        self.found: Held | None = None
+        """None where nothing is sharded."""
 
     def on_train_begin(self, *_args: Any, model: torch.nn.Module, optimizer: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer."""
         shard_size = self.plan["dp_shard_size"] * self.plan["cp_size"] * self.plan["sp_size"]
         if self.plan["backend"] == "fsdp2":
-            check_shards(model, shard_size)
+            self.found = check_shards(model, shard_size)
         elif self.plan["zero_stage"] == 3:
-            check_zero3_shards(model, shard_size)
+            self.found = check_zero3_shards(model, shard_size)
         elif self.plan["backend"] == "deepspeed":
-            check_zero_partition(model, optimizer.optimizer, shard_size)
+            self.found = check_zero_partition(model, optimizer.optimizer, shard_size)
 
 
-def watch_first_sequence(model: PreTrainedModel, batch_size: int, tokens: int) -> None:
-    """The first decoder layer must see this many tokens: ring attention really cut the sequence."""
+def watch_first_sequence(model: PreTrainedModel, batch_size: int, tokens: int, *, exact: bool = True) -> list[int]:
+    """The first decoder layer must see this many tokens: the ranks of a sequence really cut it.
+
+    Rows of examples may be shorter: not ``exact``. The list returned gets the shape that was seen.
+    """
     layers = set(model._no_split_modules or ())
     # FSDP2 gives a layer a class of another name, derived from its own
     first = next((m for m in model.modules() if any(base.__name__ in layers for base in type(m).__mro__)), None)
     if first is None:
         raise JobError(f"{type(model).__name__} names no decoder layer to watch.")
+    found: list[int] = []
 
     def look(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        seen = tuple(hidden_states.shape[:2])
-        if seen != (batch_size, tokens):
+        found.extend(hidden_states.shape[:2])
+        as_planned = found[1] == tokens if exact else found[1] <= tokens
+        if found[0] != batch_size or not as_planned:
             raise JobError(
-                f"a decoder layer sees {seen[0]} x {seen[1]:,} tokens, planned {batch_size} x {tokens:,}: "
+                f"a decoder layer sees {found[0]} x {found[1]:,} tokens, planned {batch_size} x {tokens:,}: "
                 "the sequence was not cut as planned."
             )
 
     handle = first.register_forward_pre_hook(look, with_kwargs=True)
+    return found

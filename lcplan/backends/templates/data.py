@@ -7,7 +7,7 @@ has shows in the columns of its first record, in the order in which TRL looks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ def read_pieces(source: dict[str, Any], kind: str = "text") -> Iterator[Piece]:
             yield from _file_pieces(path, source["text_column"])
     else:
         for number, record in enumerate(read_records(source), start=1):
-            yield from _whole_text(_text(record, source["text_column"], f"record {number} of {source['name']}"))
+            yield from _whole_text(
+                _text(record, source["text_column"], f"record {number} of {source.get('name') or source['kind']}")
+            )
 
 
 def token_ids(record: Any, where: str, column: str = "input_ids") -> list[int]:
@@ -215,3 +217,41 @@ def too_short(num_tokens: int, *, max_length: int, min_rows: int, bound: str = "
         f"the data holds {bound}{num_tokens:,} tokens, and one step needs {min_rows * max_length:,} "
         f"({min_rows:,} {rows} of {max_length:,}). Add text, or lower --max-length."
     )
+
+
+def length_summary(lengths: Sequence[int], *, max_length: int) -> dict[str, int]:
+    """How long texts or examples are that were read whole, in tokens."""
+    ordered = sorted(lengths)
+    count = len(ordered)
+    return {
+        "num_texts": count,
+        "text_min": ordered[0] if count else 0,
+        "text_median": ordered[(count - 1) // 2] if count else 0,
+        "text_p99": ordered[-(-99 * count // 100) - 1] if count else 0,
+        "text_max": ordered[-1] if count else 0,
+        "num_longer_texts": sum(length > max_length for length in ordered),
+    }
+
+
+def describe(made: dict[str, Any], *, max_length: int, rows_per_step: int) -> str:
+    """Rows, steps of one epoch, and how the texts compare with a row."""
+    steps = made["num_rows"] // rows_per_step
+    rows = f"Data: {made['num_rows']:,} rows of "
+    if made["format"] not in JOINED:
+        return (
+            f"{rows}one example each, at most {max_length:,} tokens; {steps:,} steps an epoch of {rows_per_step:,} "
+            f"rows. {made['num_texts']:,} examples read: median {made['text_median']:,} tokens, 99% at most "
+            f"{made['text_p99']:,}, the longest {made['text_max']:,}; {made['num_trimmed']:,} trimmed, "
+            f"{made['num_dropped']:,} dropped without a label. {made['num_scored']:,} tokens have a label."
+        )
+    text = (
+        f"{rows}{max_length:,} tokens; {steps:,} steps an epoch of {rows_per_step:,} rows "
+        f"({rows_per_step * max_length:,} tokens). {made['num_texts']:,} texts read whole"
+    )
+    if not made["num_texts"]:
+        return text + "."
+    text += f", median {made['text_median']:,} tokens"
+    text += f", 99% of at most {made['text_p99']:,}, the longest {made['text_max']:,}"
+    if made["num_longer_texts"]:
+        return text + f"; {made['num_longer_texts']:,} are longer than a row and are cut."
+    return text + "; every row joins several: no text is as long as max_length."

@@ -66,7 +66,7 @@ os.environ.update(launcher_environment(ARGUMENTS.rank))
 import measure
 import torch
 from arguments import length_multiple, ranks_per_sequence, row_length, rows_per_step, sft_arguments
-from checks import JobError, watch_first_sequence
+from checks import JobError, ShardCheck, watch_first_sequence
 from datasets import Dataset
 from model import build_model, load_config
 from tokenizers import Tokenizer, models
@@ -222,7 +222,7 @@ def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
     model = build_model(job, config, args.device, empty=False)
     rows = random_rows(plan, config.get_text_config().vocab_size, job["training"]["seed"])
     data = Data(tokenizer=bare_tokenizer(), train=rows, evaluation=None, made=None)
-    trainer = make_trainer(job, args, model, data, [recorder])
+    trainer = make_trainer(job, args, model, data, [recorder, ShardCheck(plan)])
     recorder.watch(trainer.model)
     trainer.train()
     if trainer.state.global_step != 2:

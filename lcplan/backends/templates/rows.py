@@ -30,6 +30,7 @@ from data import (
     check_batches,
     data_format,
     find_files,
+    length_summary,
     read_pieces,
     read_records,
     too_short,
@@ -195,7 +196,7 @@ def make_rows(
     min_rows: int,
     max_rows: int | None = None,
     training: dict[str, Any] | None = None,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Make the rows, or what is missing of them, and say what they are; a training needs ``min_rows`` of them.
 
     Reading stops at ``max_rows``, so a large dataset is not tokenized beyond what the run will use.
@@ -224,7 +225,7 @@ def make_rows(
         )
     counts = {name: made[name] for name in ("num_rows", "num_tokens", "num_scored", "num_trimmed", "num_dropped")}
     lengths = [length for state in kept.states for length in state["lengths"]]
-    return {**counts, **length_summary(lengths, max_length=shape.max_length)}
+    return {"format": kind, **counts, **length_summary(lengths, max_length=shape.max_length)}
 
 
 def load_rows(folder: Path) -> Any:
@@ -357,41 +358,3 @@ class Progress:
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
-
-
-def length_summary(lengths: Sequence[int], *, max_length: int) -> dict[str, int]:
-    """How long texts or examples are that were read whole, in tokens."""
-    ordered = sorted(lengths)
-    count = len(ordered)
-    return {
-        "num_texts": count,
-        "text_min": ordered[0] if count else 0,
-        "text_median": ordered[(count - 1) // 2] if count else 0,
-        "text_p99": ordered[-(-99 * count // 100) - 1] if count else 0,
-        "text_max": ordered[-1] if count else 0,
-        "num_longer_texts": sum(length > max_length for length in ordered),
-    }
-
-
-def describe(made: dict[str, int], *, max_length: int, rows_per_step: int) -> str:
-    """Rows, steps of one epoch, and how the texts compare with a row."""
-    steps = made["num_rows"] // rows_per_step
-    rows = f"Data: {made['num_rows']:,} rows of "
-    if made["num_trimmed"] or made["num_dropped"] or made["num_scored"] < made["num_rows"] * max_length:
-        return (
-            f"{rows}one example each, at most {max_length:,} tokens; {steps:,} steps an epoch of {rows_per_step:,} "
-            f"rows. {made['num_texts']:,} examples read: median {made['text_median']:,} tokens, 99% at most "
-            f"{made['text_p99']:,}, the longest {made['text_max']:,}; {made['num_trimmed']:,} trimmed, "
-            f"{made['num_dropped']:,} dropped without a label. {made['num_scored']:,} tokens have a label."
-        )
-    text = (
-        f"{rows}{max_length:,} tokens; {steps:,} steps an epoch of {rows_per_step:,} rows "
-        f"({rows_per_step * max_length:,} tokens). {made['num_texts']:,} texts read whole"
-    )
-    if not made["num_texts"]:
-        return text + "."
-    text += f", median {made['text_median']:,} tokens"
-    text += f", 99% of at most {made['text_p99']:,}, the longest {made['text_max']:,}"
-    if made["num_longer_texts"]:
-        return text + f"; {made['num_longer_texts']:,} are longer than a row and are cut."
-    return text + "; every row joins several: no text is as long as max_length."

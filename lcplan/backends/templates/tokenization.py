@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checks import JobError
-from data import DataError, read_pieces, token_ids
+from data import DataError, data_format, read_pieces, read_records, token_ids
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -71,12 +71,25 @@ def train_tokenizer(source: dict[str, Any], vocab_size: int) -> Any:
 
 def _sample(source: dict[str, Any]) -> Iterator[str]:
     characters = 0
-    for piece in read_pieces(source):
-        if piece is not None:
-            yield piece
-            characters += len(piece)
+    for text in _texts(source):
+        yield text
+        characters += len(text)
         if characters >= BPE_SAMPLE_CHARACTERS:
             return
+
+
+def _texts(source: dict[str, Any]) -> Iterator[str]:
+    """Whatever text the data has."""
+    kind = data_format(source)
+    if kind == "text":
+        yield from (piece for piece in read_pieces(source) if isinstance(piece, str))
+    elif kind == "prompt-completion":
+        for record in read_records(source):
+            yield from (value for value in (record.get("prompt"), record.get("completion")) if isinstance(value, str))
+    else:
+        raise DataError(
+            f"a tokenizer cannot be trained on data of format {kind}. Name the one that goes with it with --tokenizer."
+        )
 
 
 def encode_example(

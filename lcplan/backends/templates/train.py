@@ -40,10 +40,10 @@ from arguments import (
     sft_arguments,
 )
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
-from data import DataError
+from data import DataError, describe
 from datasets import Dataset
 from model import build_model, load_config, lora_config
-from rows import RowShape, describe, load_rows, make_rows
+from rows import RowShape, load_rows, make_rows
 from tokenization import load_tokenizer, make_tokenizer
 from transformers import PreTrainedModel, PrinterCallback, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -56,7 +56,7 @@ class Data(NamedTuple):
     train: Dataset
     """Rows of whole steps."""
     evaluation: Dataset | None
-    made: dict[str, int] | None
+    made: dict[str, Any] | None
     """What there is of it; rank 0 knows."""
 
 
@@ -116,7 +116,7 @@ def make_trainer(
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=data.tokenizer,
-        callbacks=[*callbacks, ShardCheck(plan)],
+        callbacks=callbacks,
         peft_config=lora_config(job),
     )
     trainer.remove_callback(PrinterCallback)  # the recorder prints every step
@@ -134,10 +134,14 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     data = load_data(job, config.get_text_config().vocab_size, state)
     set_seed(job["training"]["seed"])
     model = build_model(job, config, state.device, empty=not state.is_main_process)
-    trainer = make_trainer(job, args, model, data, [recorder])
     plan = job["plan"]
-    watch_first_sequence(
-        trainer.model, plan["per_device_train_batch_size"], row_length(plan) // ranks_per_sequence(plan)
+    shards = ShardCheck(plan)
+    trainer = make_trainer(job, args, model, data, [recorder, shards])
+    sequence = watch_first_sequence(
+        trainer.model,
+        plan["per_device_train_batch_size"],
+        row_length(plan) // ranks_per_sequence(plan),
+        exact="labels" not in data.train.column_names,
     )
     trainer.train()
     peaks = measure.gather_ranks(recorder.summary())
@@ -147,6 +151,9 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
         "saved_model_dir": saved,
         "world_size": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type.value),
+        "elements_held": shards.found and shards.found.held,
+        "elements_sharded": shards.found and shards.found.whole,
+        "first_layer_sees": sequence,
         "data": data.made,
         "evaluations": [entry for entry in trainer.state.log_history if "eval_loss" in entry],
     }
