@@ -238,6 +238,7 @@ def test_zero_trains_as_one_process(one: Job, tmp_path: Path, stage: int) -> Non
     from safetensors.torch import load_file
 
     saved = load_file(job.folder / "final_model" / "model.safetensors")
+    saved.pop("lm_head.weight", None)  # tied; stages 1 and 2 write it beside the embedding
     assert sum(weight.numel() for weight in saved.values()) == TRAINED
 
 
@@ -251,13 +252,14 @@ def test_ulysses_trains_as_one_process(one: Job, tmp_path: Path) -> None:
 
 
 @deepspeed_tests
-def test_lora_under_zero_3_trains_as_one_process(one: Job, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    start = from_the_model_of(one)
-    alone = run_job(tmp_path / "one", plan={**ONE, **LORA}, **start)
-    job = run_job(tmp_path / "job", plan={**ZERO, "dp_shard_size": 2, "zero_stage": 3, **LORA}, **start)
+def test_lora_under_zero_3_trains_as_one_process(one: Job, lora: Job, tmp_path: Path) -> None:
+    plan = {**ZERO, "dp_shard_size": 2, "zero_stage": 3, **LORA, "per_device_eval_batch_size": 2}
+    training = {"eval_steps": STEPS, "lora_alpha": 16}
+    job = run_job(tmp_path / "job", plan=plan, training=training, **from_the_model_of(one))
     assert layout(job)[:3] == ("DEEPSPEED", 2, [2, 64])
-    assert job.losses == pytest.approx(alone.losses, abs=ROUNDING)
+    assert job.losses == pytest.approx(lora.losses, abs=ROUNDING)
+    held_out = [each.result["evaluations"][0]["eval_loss"] for each in (lora, job)]
+    assert held_out[1] == pytest.approx(held_out[0], abs=ROUNDING)
     assert (job.folder / "final_model" / "adapter_model.safetensors").is_file()
 
 
@@ -281,16 +283,3 @@ def test_a_rank_of_ulysses_without_any_label_does_no_harm(one: Job, tmp_path: Pa
         **fields,
     )
     assert two.losses == pytest.approx(alone.losses, abs=ROUNDING)
-
-
-@deepspeed_tests
-def test_a_launcher_that_ignores_the_stage_is_found_out(tmp_path: Path) -> None:
-    plan = {**ZERO, "dp_shard_size": 2, "zero_stage": 3}
-    folder = render_job(small_job(plan=plan, training={"max_steps": STEPS}), tmp_path / "job")
-    text = (folder / "accelerate.yaml").read_text()
-    (folder / "accelerate.yaml").write_text(text.replace("zero_stage: 3", "zero_stage: 2"))
-    done = run_python(*LAUNCH, COMMAND[-1], cwd=folder, **ENVIRONMENT)
-    assert done.returncode != 0
-    result = json.loads((folder / "result.json").read_text())
-    assert (result["exit_code"], result["steps"]) == (2, [])
-    assert "zero_stage is 2, planned 3" in result["error"]
