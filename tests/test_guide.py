@@ -90,7 +90,6 @@ REASONS = {
     "max_steps": "the preset trains for a number of steps, the guide for three epochs of four rows",
     "num_train_epochs": "as max_steps",
     "ddp_timeout": "rank 0 tokenizes for all",
-    "report_to": "no service is asked for",
     "disable_tqdm": "the job prints its own lines",
 }
 
