@@ -255,6 +255,8 @@ def _read_accelerate(reader: _Reader) -> None:
         reader.refuse("precision", f"mixed_precision {precision}: lcplan counts bf16 and float32. Use bf16.")
     if kind == "FSDP":
         _read_fsdp(reader)
+    if kind == "DEEPSPEED":
+        _read_zero(reader)
     _read_parallelism(reader)
     reader.use("compute_environment", "machine_rank", "use_cpu", "main_training_function", "downcast_bf16", "debug")
     if reader.values.get("use_cpu"):
@@ -286,6 +288,17 @@ def _read_fsdp(reader: _Reader) -> None:
         )
     if settings.get("fsdp_reshard_after_forward", (bool, str), True) in (False, "false", "SHARD_GRAD_OP"):
         settings.refuse("no-reshard", "fsdp_reshard_after_forward false keeps every layer gathered. Set it to true.")
+
+
+def _read_zero(reader: _Reader) -> None:
+    settings = _Reader(reader.get("deepspeed_config", dict, {}), f"{reader.where}: deepspeed_config")
+    reader.take("zero_stage", settings.get("zero_stage", int), "zero_stage")
+    for name, key in (("offload_optimizer", "offload_optimizer_device"), ("offload_params", "offload_param_device")):
+        where = str(settings.get(key, str, "none")).lower()
+        if where == "nvme":
+            settings.refuse("zero-nvme", f"{key} nvme: lcplan counts host memory, not disks. Set it to cpu or none.")
+        if where == "cpu":
+            reader.take(name, True, key)
 
 
 def _read_parallelism(reader: _Reader) -> None:

@@ -7,28 +7,13 @@ from typing import Any
 
 import yaml
 
-from lcplan.backends import fsdp2, single
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import position_limit, resolve_rope
 from lcplan.train_plan import TrainPlan
 
 ACCELERATE_FILE, TRL_FILE = "accelerate.yaml", "sft.yaml"
-
-
-def accelerate_values(plan: TrainPlan) -> dict[str, Any]:
-    """What the launcher sets up.
-
-    Raises:
-        PlanError: for a backend that no file is written for.
-    """
-    if plan.backend == "single":
-        return single.accelerate_config(plan)
-    if plan.backend == "fsdp2":
-        return fsdp2.accelerate_config(plan)
-    raise PlanError(
-        "emit-backend", f"--emit has no files for --backend {plan.backend}. Use --backend fsdp2, or leave --emit out."
-    )
 
 
 def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
@@ -96,7 +81,7 @@ def write_configs(spec: ModelSpec, plan: TrainPlan, folder: Path, *, force: bool
         PlanError: for a plan that the files cannot say.
         EnvironmentProblem: where they are there already, or cannot be written.
     """
-    contents = {ACCELERATE_FILE: accelerate_values(plan), TRL_FILE: trl_values(spec, plan)}
+    contents = {ACCELERATE_FILE: accelerate_config(plan), TRL_FILE: trl_values(spec, plan)}
     paths = (folder / ACCELERATE_FILE, folder / TRL_FILE)
     there = [path for path in paths if path.exists()]
     if there and not force:

@@ -10,6 +10,8 @@ from lcplan._record import Record
 
 Device = Literal["gpu", "cpu"]
 Init = Literal["pretrained", "random"]
+DataFormat = Literal["auto", "text", "input_ids", "labelled", "messages", "prompt-completion"]
+"""``text`` and ``input_ids`` are joined end to end; of the others every example is a row."""
 
 
 class DataSource(Record):
@@ -23,6 +25,8 @@ class DataSource(Record):
     config: str | None = None
     split: str = "train"
     text_column: str = "text"
+    format: DataFormat = "auto"
+    """``auto`` looks at the first record's columns, in TRL's order."""
 
 
 class TokenizerSource(Record):
@@ -46,6 +50,15 @@ class TrainingOptions(Record):
     """None trains for num_train_epochs."""
     num_train_epochs: float = Field(default=1.0, gt=0)
     seed: int = Field(default=42, ge=0)
+    lora_alpha: int | None = Field(default=None, gt=0)
+    """Scale of the adapters is lora_alpha / lora_r; None is 2 x lora_r."""
+    completion_only_loss: bool | None = None
+    """Whether a prompt has no label; None is TRL's default: yes where examples have prompt and completion."""
+    assistant_only_loss: bool = False
+    """Whether of a chat the assistant's turns alone have labels; needs a chat template that marks them."""
+    eval_rows: int | None = Field(default=None, gt=0)
+    """Rows held out for evaluation, where the plan has one; None is one batch of every rank."""
+    eval_steps: int = Field(default=500, gt=0)
     save_strategy: Literal["no", "steps", "epoch"] = "no"
     """When to write a checkpoint to resume from."""
     save_steps: int = Field(default=500, gt=0)

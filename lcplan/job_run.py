@@ -116,7 +116,7 @@ def _check(job: JobSpec, folder: Path, *, dry_run: bool, force: bool, probe: boo
     inputs.check_data(job.data, job.plan)
     if dry_run:
         return []
-    launch.check_packages()
+    launch.check_packages(job.plan)
     if job.device == "cpu":
         return []
     if probe:

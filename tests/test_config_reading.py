@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lcplan.config_reading import ForeignJob, check_padding, read_configs
-from lcplan.config_writing import accelerate_values, trl_values, write_configs
+from lcplan.config_writing import trl_values, write_configs
 from lcplan.errors import EnvironmentProblem, InputError, LcplanError, PlanError
 from lcplan.model_loading import load_model
 from lcplan.train_plan import resolve
@@ -242,6 +242,8 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"max_length": 65_536, "num_gpus": 4, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"},
     {"max_length": 16_384, "num_gpus": 16, "dp_shard_size": 16, "offload_params": True, "gpus_per_node": 8},
     {"max_length": 16_384, "lora_r": 16, "quantize": "nf4"},
+    {"max_length": 65_536, "num_gpus": 8, "backend": "deepspeed", "sp_size": 4, "offload_optimizer": True},
+    {"max_length": 8192, "num_gpus": 8, "backend": "deepspeed", "zero_stage": 1},
 )
 
 
@@ -284,7 +286,17 @@ def test_trl_and_accelerate_take_what_is_written(tmp_path: Path, given: dict[str
     ModelConfig(**{name: value for name, value in values.items() if name in of_model})
     found = load_config_from_file(str(launcher))
     assert found.num_processes == plan.num_gpus
-    assert str(found.distributed_type).endswith("FSDP" if plan.backend == "fsdp2" else "NO")
+    kind = {"single": "NO", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[plan.backend]
+    assert str(found.distributed_type).endswith(kind)
+
+
+def test_an_nvme_offload_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\n"
+        "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n"
+    )
+    with pytest.raises(PlanError, match="nvme"):
+        read_configs([tmp_path / "a.yaml"])
 
 
 def test_what_cannot_be_written() -> None:
@@ -295,10 +307,6 @@ def test_what_cannot_be_written() -> None:
     tiled, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "mlp_tile_size": 8}, usual_gpus_per_node=8)
     with pytest.raises(PlanError, match="mlp-tile-size"):
         trl_values(spec, tiled)
-    given = {"max_length": 64, "gpu": "h200", "num_gpus": 8, "backend": "deepspeed"}
-    deepspeed, _ = resolve(spec, given, usual_gpus_per_node=8)
-    with pytest.raises(PlanError, match="deepspeed"):
-        accelerate_values(deepspeed)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-
 import pytest
 
 from lcplan.backends import inputs
@@ -13,74 +10,9 @@ from lcplan.job_options import DataSource
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 
-EOS = 256
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes, and which counts how many texts it was given."""
-
-    eos_token_id = EOS
-
-    def __init__(self):
-        self.num_texts = 0
-
-    def __call__(self, texts, **options):
-        self.num_texts += len(texts)
-        return {"input_ids": [list(text.encode()) for text in texts]}
-
 
 def files(*paths, text_column="text"):
     return {"kind": "files", "paths": [str(path) for path in paths], "text_column": text_column}
-
-
-def read_rows(path):
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_stream(source).read_all().column("input_ids").to_pylist()
-
-
-def write(folder, **sizes):
-    return data.write_rows(files(folder), Bytes(), folder / "rows.arrow", **{"min_rows": 1, "max_rows": None, **sizes})
-
-
-@pytest.mark.train
-def test_texts_are_joined_end_to_end_and_the_rest_is_dropped(tmp_path):
-    (tmp_path / "a.txt").write_text("first text\nof two lines", encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text('{"text": "zweiter \\u00fc"}\n\n{"text": "third"}\n', encoding="utf-8")
-    stream = [
-        *b"first text\nof two lines", EOS, *"zweiter ü".encode(), EOS, *b"third", EOS
-    ]  # fmt: skip
-    made = write(tmp_path, max_length=7)
-    rows = read_rows(tmp_path / "rows.arrow")
-    assert (made["num_rows"], made["num_tokens"]) == (len(stream) // 7, len(stream))
-    assert [token for row in rows for token in row] == stream[: len(stream) // 7 * 7]
-    assert {len(row) for row in rows} == {7}
-    assert not list(tmp_path.glob("*unfinished*"))
-
-
-@pytest.mark.train
-def test_one_long_text_gives_many_rows_and_reading_stops_at_the_last_one_needed(tmp_path):
-    for number in range(100):
-        (tmp_path / f"{number:03}.txt").write_text("x" * 99, encoding="utf-8")
-    tokenizer = Bytes()
-    made = data.write_rows(files(tmp_path), tokenizer, tmp_path / "rows.arrow", max_length=150, min_rows=1, max_rows=3)
-    assert made["num_rows"] == 3
-    assert tokenizer.num_texts <= 100 // 4
-    (tmp_path / "long.txt").write_text("y" * 1000, encoding="utf-8")
-    made = data.write_rows(
-        files(tmp_path / "long.txt"), Bytes(), tmp_path / "rows.arrow", max_length=100, min_rows=1, max_rows=4
-    )
-    assert made["num_rows"] == 4
-    assert len(read_rows(tmp_path / "rows.arrow")) == 4
-
-
-@pytest.mark.train
-def test_too_little_text_names_both_numbers_and_leaves_no_file(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 999, encoding="utf-8")
-    with pytest.raises(data.DataError, match=r"1,000 tokens.*needs 1,200 \(3 rows of 400\)"):
-        write(tmp_path, max_length=400, min_rows=3)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.train
@@ -178,6 +110,49 @@ def test_text_that_is_too_short_in_any_tokenizer_is_refused_before_the_job(tmp_p
         inputs.check_data(source, plan)
 
 
+def test_examples_that_would_be_padded_are_refused_before_the_job(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    source = inputs.parse_data(str(tmp_path / "a.jsonl"))
+    plan = TrainPlan(max_length=1000, gpu="h200", per_device_train_batch_size=2)
+    with pytest.raises(DataError, match="--padding"):
+        inputs.check_data(source, plan)
+    inputs.check_data(source, plan.model_copy(update={"padding": True}))
+    inputs.check_data(source, plan.model_copy(update={"per_device_train_batch_size": 1}))
+    (tmp_path / "a.jsonl").write_text("{not json\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1, is not JSON"):
+        inputs.check_data(source, plan)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"text": "a"}, "text"),
+        ({"body": "a"}, "text"),
+        ({"text": "a", "messages": []}, "messages"),
+        ({"conversations": []}, "messages"),
+        ({"prompt": "a", "completion": "b", "text": "c"}, "prompt-completion"),
+        ({"prompt": "a", "text": "c"}, "text"),
+        ({"input_ids": [1]}, "input_ids"),
+        ({"input_ids": [1], "labels": [1]}, "labelled"),
+        ({"input_ids": [1], "completion_mask": [1]}, "labelled"),
+        (["text"], "text"),
+    ],
+)
+def test_formats_show_in_the_columns(record, kind):
+    assert data.format_of(record) == kind
+
+
+def test_a_format_that_is_asked_for_is_not_looked_for(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "messages": []}\n', encoding="utf-8")
+    assert data.data_format(files(tmp_path)) == "messages"
+    assert data.data_format({**files(tmp_path), "format": "text"}) == "text"
+    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
+    assert data.data_format(files(tmp_path / "a.txt")) == "text"
+    assert data.data_format({"kind": "python-docs"}) == "text"
+    with pytest.raises(data.DataError, match=r"a\.txt is plain text"):
+        list(data.read_records(files(tmp_path / "a.jsonl", tmp_path / "a.txt")))
+
+
 def model(id, vocab_size=1000):
     return ModelSpec.model_construct(id=id, vocab_size=vocab_size, config={"model_type": "qwen3"})
 
@@ -204,26 +179,3 @@ def test_which_tokenizer_a_job_gets(tmp_path):
     assert inputs.tokenizer_source(random, asked=None, vocab_size=151936).vocab_size == 8192
     assert inputs.tokenizer_source(random, asked="gpt2", vocab_size=1000).id == "gpt2"
     assert inputs.tokenizer_source(random, asked=str(tmp_path), vocab_size=1).id == str(tmp_path.resolve())
-
-
-@pytest.mark.train
-def test_a_small_tokenizer_is_trained_on_the_docs_of_python(tmp_path):
-    import sys
-
-    script = f"""
-import json, sys
-sys.path.insert(0, {json.dumps(str(data.__file__.rsplit("/", 1)[0]))})
-import data
-source = {{"kind": "python-docs"}}
-tokenizer = data.train_tokenizer(source, 600)
-assert len(tokenizer) == 600, len(tokenizer)
-text = "for x in y:\\n\\treturn \\u00fc \\U0001f600"
-assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-try:
-    data.train_tokenizer(source, 256)
-except data.DataError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "needs more than 256 tokens, and the model has room for 256" in done.stdout

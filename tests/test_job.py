@@ -12,7 +12,8 @@ import pytest
 import yaml
 from jobs import ROOT, contents, fsdp2_job, run_python, small_job
 
-from lcplan.backends import fsdp2, job, launch, single
+from lcplan.backends import job, launch
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.backends.job import ModelSource, render_job
 from lcplan.errors import EnvironmentProblem, LcplanError, PlanError
 from lcplan.job_options import DataSource, TokenizerSource
@@ -121,12 +122,30 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("plan", "device", "code", "fix"),
     [
-        ({"backend": "deepspeed", "num_gpus": 2, "sp_size": 2}, "gpu", "backend-not-available", "--backend fsdp2"),
+        (
+            {"backend": "deepspeed", "num_gpus": 4, "sp_size": 2, "zero_stage": 3},
+            "gpu",
+            "parallel-sizes",
+            "--dp-shard-size 2",
+        ),
+        (
+            {"backend": "deepspeed", "num_gpus": 2, "sp_size": 2, "zero_stage": 3, "per_device_eval_batch_size": 1},
+            "gpu",
+            "eval-with-sp",
+            "--sp-size 2",
+        ),
+        (
+            {"backend": "deepspeed", "num_gpus": 2, "dp_shard_size": 2, "lora_r": 8, "quantize": "nf4"},
+            "gpu",
+            "quantize-deepspeed",
+            "--backend fsdp2",
+        ),
         ({"backend": "single", "num_gpus": 2}, "gpu", "parallel-sizes", "--num-gpus 1"),
         ({"backend": "fsdp2", "num_gpus": 8, "cp_size": 2}, "gpu", "parallel-sizes", "--dp-shard-size 4"),
         ({"backend": "fsdp2", "num_gpus": 4, "cp_size": 4, "max_length": 1001}, "gpu", "length-multiple", "1008"),
         ({"backend": "fsdp2", "num_gpus": 2, "dp_shard_size": 2}, "cpu", "cpu-plan", "one process"),
-        ({"lora_r": 8, "quantize": "nf4"}, "gpu", "lever-not-available", "--lora-r, --quantize"),
+        ({"padding": True}, "gpu", "padding-joined", "--padding"),
+        ({"scored_fraction": 0.5}, "gpu", "scored-fraction-joined", "--scored-fraction 0.5"),
         ({"mlp_tile_size": 64}, "gpu", "lever-not-available", "--mlp-tile-size"),
         ({"packing": True}, "gpu", "lever-not-available", "--packing"),
     ],
@@ -216,11 +235,11 @@ def test_a_plan_that_does_not_fit_needs_force(tmp_path, capsys):
 
 
 def test_yaml_of_one_process():
-    gpu = single.accelerate_config(TrainPlan(max_length=64, gpu="h200"))
+    gpu = accelerate_config(TrainPlan(max_length=64, gpu="h200"))
     assert (gpu["distributed_type"], gpu["num_processes"], gpu["mixed_precision"], gpu["use_cpu"]) == (
         "NO", 1, "bf16", False,
     )  # fmt: skip
-    cpu = single.accelerate_config(TrainPlan(max_length=64, gpu="cpu"), device="cpu")
+    cpu = accelerate_config(TrainPlan(max_length=64, gpu="cpu"), device="cpu")
     assert (cpu["mixed_precision"], cpu["use_cpu"]) == ("no", True)
 
 
@@ -248,8 +267,8 @@ def test_accelerate_reads_what_was_meant(tmp_path):
         max_length=4096, gpu="h100-80gb", num_gpus=8, gpus_per_node=8, backend="fsdp2", cp_size=4, dp_shard_size=2,
         cp_comm_strategy="alltoall", offload_params=True,
     )  # fmt: skip
-    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(fsdp2.accelerate_config(plan)))
-    one = single.accelerate_config(TrainPlan(max_length=64, gpu="h200"))
+    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(accelerate_config(plan)))
+    one = accelerate_config(TrainPlan(max_length=64, gpu="h200"))
     (tmp_path / "single.yaml").write_text(yaml.safe_dump(one))
     done = run_python("-c", LAUNCHER, "sharded.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -286,40 +305,41 @@ ARGUMENTS = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1])))
-import train
+import arguments, train
 from trl import SFTConfig
 for folder in sys.argv[1:]:
     job = json.loads(Path(folder, "plan.json").read_text())
-    arguments = train.sft_arguments(job)
+    built = arguments.sft_arguments(job)
     plan = job["plan"]
-    assert arguments["bf16"] is (job["device"] == "gpu")
-    assert arguments["loss_type"] == "nll"
-    config = SFTConfig(**{**arguments, "use_cpu": True, "bf16": False})
+    assert built["bf16"] is (job["device"] == "gpu")
+    assert built["loss_type"] == "nll"
+    config = SFTConfig(**{**built, "use_cpu": True, "bf16": False})
     assert config.gradient_checkpointing is (plan["activation_checkpointing"] != "none")
     kwargs = config.gradient_checkpointing_kwargs or {}
     assert kwargs.get("offload", False) is plan["offload_activations"], kwargs
     assert config.max_length == plan["max_length"]
     assert config.max_steps == job["training"]["max_steps"]
-assert train.loss_type("chunked", None) == "chunked_nll"
-assert train.loss_type("full", None) == "nll"
-assert train.loss_type("chunked", "nll") == "nll"
+assert arguments.loss_type("chunked", None) == "chunked_nll"
+assert arguments.loss_type("full", None) == "nll"
+assert arguments.loss_type("chunked", "nll") == "nll"
 try:
-    train.loss_type("full", "nll")
-except train.JobError as error:
+    arguments.loss_type("full", "nll")
+except arguments.JobError as error:
     assert "--loss chunked" in str(error)
 else:
     raise AssertionError("full logits on a TRL without them")
 plan = {**plan, "checkpoint_every_n_layers": 2, "activation_checkpointing": "selective", "offload_activations": True}
-assert train.checkpointing_kwargs(plan) == {"offload": True, "every_n_layers": 2, "selective": True}
-train.PreTrainedModel.activation_checkpointing_enable = lambda self, activation_checkpointing_kwargs=None: None
+wanted = {"offload": True, "every_n_layers": 2, "selective": True, "use_reentrant": False}
+assert arguments.checkpointing_kwargs(plan) == wanted
+arguments.PreTrainedModel.activation_checkpointing_enable = lambda self, activation_checkpointing_kwargs=None: None
 try:
-    train.checkpointing_kwargs(plan)
-except train.JobError as error:
+    arguments.checkpointing_kwargs(plan)
+except arguments.JobError as error:
     assert "every_n_layers, offload" in str(error), error
 else:
     raise AssertionError("offload on a transformers without it")
-assert train.row_length({"max_length": 1001, "cp_size": 4}) == 1000
-assert train.row_length({"max_length": 1001, "cp_size": 1}) == 1001
+for cp_size, sp_size, length in ((4, 1, 1000), (1, 1, 1001), (1, 3, 999)):
+    assert arguments.row_length({"max_length": 1001, "cp_size": cp_size, "sp_size": sp_size}) == length
 """
 
 

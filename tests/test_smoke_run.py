@@ -113,7 +113,7 @@ def test_too_little_text_is_found_before_the_model_is_built(tmp_path):
     assert "tokens, and one step needs 8,388,608 (8 rows of 1,048,576)" in done.stderr
     result = json.loads((tmp_path / "job" / "result.json").read_text())
     assert (result["exit_code"], result["steps"]) == (2, [])
-    assert not (tmp_path / "job" / "rows.arrow").exists()
+    assert not (tmp_path / "job" / "rows").exists()
 
 
 # --- FSDP2. accelerate has none on a CPU: it would run DDP, or two separate runs, and report success. Here, and only
@@ -145,7 +145,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", rank=0, world_size=int(size), store=FakeStore())
 import on_cpu
-sys.exit(on_cpu.train.main({**on_cpu.train.JOB, "device": "cpu"}))
+from lcplan.tracing.seams import ring_attention_on_cpu
+with ring_attention_on_cpu():
+    sys.exit(on_cpu.train.main({**on_cpu.train.JOB, "device": "cpu"}))
 """
 
 
@@ -176,18 +178,25 @@ def test_a_launcher_that_ignores_the_plan_is_found_out(tmp_path):
     assert "distributed_type is MULTI_GPU, planned FSDP; num_gpus is 1, planned 2" in done.stderr
 
 
-def test_context_parallelism_is_set_up_until_the_kernel_that_a_cpu_lacks(tmp_path):
+def test_context_parallelism_trains_as_rank_0_of_8(tmp_path):
+    """accelerate's FSDP2, the trainer's context parallelism and torch's ring attention, with the CPU's kernel."""
     plan = {"num_gpus": 8, "gpus_per_node": 8, "dp_shard_size": 2, "cp_size": 4, "max_length": 512}
     folders = [render_job(fsdp2_job(**plan), tmp_path / name) for name in ("as planned", "too long")]
     for folder in folders:
         (folder / "on_cpu.py").write_text(ON_CPU)
         (folder / "rank_0.py").write_text(RANK_0_OF_N)
+        document = json.loads((folder / "plan.json").read_text())
+        document["training"] |= {"save_model": False, "max_steps": 2}  # no other ranks could send their shards
+        (folder / "plan.json").write_text(json.dumps(document))
     checks = (folders[1] / "checks.py").read_text()
-    (folders[1] / "checks.py").write_text(checks.replace("(batch_size, tokens):", "(batch_size, tokens + 1):"))
+    (folders[1] / "checks.py").write_text(checks.replace("found[1] == tokens", "found[1] == tokens + 1"))
     with ThreadPoolExecutor() as pool:
-        done, caught = pool.map(lambda folder: run_python("rank_0.py", cwd=folder), folders)
-    # Processes, shards and the length of the first layer's sequence were checked before its attention ran.
-    assert done.returncode == 1, done.stderr
-    assert "Operator aten._scaled_dot_product_flash_attention_for_cpu" in done.stderr
+        done, caught = pool.map(lambda folder: run_python("rank_0.py", cwd=folder, PYTHONPATH=ROOT), folders)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folders[0] / "result.json").read_text())
+    assert (result["distributed_type"], result["world_size"], len(result["steps"])) == ("FSDP", 8, 2)
+    assert result["first_layer_sees"] == [4, 512 // 4]
+    assert result["elements_sharded"] == 164_224
+    assert result["elements_held"] == 164_224 // 8
     assert caught.returncode == 2, caught.stderr
     assert "a decoder layer sees 4 x 128 tokens, planned 4 x 128" in caught.stderr

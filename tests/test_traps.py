@@ -15,7 +15,8 @@ from jobs import ROOT, fsdp2_job, run_python, small_job
 
 import lcplan
 from lcplan import estimate, load_gpu, load_model
-from lcplan.backends import fsdp2, launch
+from lcplan.backends import launch
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.backends.job import TEMPLATES, render_job
 from lcplan.backends.templates import data as job_data
 from lcplan.config_reading import check_padding, read_configs
@@ -212,7 +213,7 @@ def test_safe_first_loss() -> None:
 
 
 def test_safe_offload_by_version() -> None:
-    source = script("train.py")
+    source = script("arguments.py")
     assert "inspect.signature(enable)" in source
     assert "transformers.__version__ <" not in source
 
@@ -221,11 +222,11 @@ def test_safe_surprise_checkpoint() -> None:
     assert TrainingOptions().save_strategy == "no"
     report = estimate(QWEN, plan_of(QWEN, max_length=4096, num_gpus=8), load_gpu("h200"))
     assert report.disk.checkpoint_bytes == pytest.approx(12 * QWEN.num_parameters, rel=0.01)
-    assert fsdp2.accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+    assert accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
 
 
 def test_safe_tied_loading() -> None:
-    assert fsdp2.accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is True
+    assert accelerate_config(fsdp2_job().plan)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is True
     empty = script("model.py").partition("def empty_model")[2]
     assert "model.tie_weights()" in empty
     plan = plan_of(tiny_spec(tie_word_embeddings=True), max_length=64, num_gpus=2)
@@ -278,12 +279,13 @@ def test_pinned_memory_that_ran_out_is_named(tmp_path: Path) -> None:
     assert "pinned" not in lines[-1]
 
 
-def test_safe_labels_masked() -> None:
-    """Rows hold input_ids alone, so the trainer labels every token."""
-    source = script("data.py")
-    assert 'pa.schema([("input_ids"' in source
-    assert "labels" not in source
-    assert "-100" not in source
+def test_safe_labels_masked(tmp_path: Path) -> None:
+    """Rows of joined texts hold input_ids alone, so the trainer labels every token; a share of labels is refused."""
+    with pytest.raises(LcplanError) as caught:
+        render_job(small_job(plan={"scored_fraction": 0.5}), tmp_path / "job")
+    assert caught.value.code == "scored-fraction-joined"
+    joined = script("rows.py").partition("def _join(")[2].partition("def _tokens(")[0]
+    assert "maker.add(pending[row * length : (row + 1) * length])" in joined
 
 
 def test_safe_levers_that_exclude() -> None:
@@ -306,11 +308,11 @@ def test_safe_mlp_tiles(tmp_path: Path) -> None:
 
 def test_the_job_asks_for_nothing_of_the_traps() -> None:
     """No Liger kernels, no packing, one checkpointing, rows of exactly one length."""
-    source = script("train.py")
+    source = script("train.py") + script("arguments.py")
     for word in ("use_liger_kernel", "packing=True", "padding_free", "pad_to_multiple_of"):
         assert word not in source
     plan = fsdp2_job(cp_size=2, dp_shard_size=1, max_length=4096).plan
-    assert fsdp2.accelerate_config(plan)["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert accelerate_config(plan)["fsdp_config"]["fsdp_activation_checkpointing"] is False
 
 
 def test_the_effective_factor_is_the_one_that_is_printed() -> None:
@@ -328,15 +330,17 @@ def test_theta_is_read_where_transformers_5_keeps_it() -> None:
 
 def test_lengths_of_texts_beside_the_length_of_a_row() -> None:
     summary = job_data.length_summary([5] * 99 + [1000], max_length=100)
-    assert summary == {"num_texts": 100, "text_p99": 5, "text_max": 1000, "num_longer_texts": 1}
-    made = {"num_rows": 50, "num_tokens": 5000, **summary}
+    assert summary == {
+        "num_texts": 100, "text_min": 5, "text_median": 5, "text_p99": 5, "text_max": 1000, "num_longer_texts": 1,
+    }  # fmt: skip
+    made = {"format": "text", "num_rows": 50, "num_tokens": 5000, **summary}
     text = job_data.describe(made, max_length=100, rows_per_step=8)
     assert "50 rows of 100 tokens; 6 steps an epoch of 8 rows (800 tokens)" in text
     assert "the longest 1,000; 1 are longer than a row and are cut" in text
     short = job_data.describe({**made, "num_longer_texts": 0}, max_length=10_000, rows_per_step=1)
     assert "no text is as long as max_length" in short
     none = job_data.describe(
-        {"num_rows": 1, **job_data.length_summary([], max_length=8)}, max_length=8, rows_per_step=1
+        {"format": "text", "num_rows": 1, **job_data.length_summary([], max_length=8)}, max_length=8, rows_per_step=1
     )
     assert none.endswith("0 texts read whole.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lcplan.backends.job import ModelSource
 from lcplan.backends.templates import data as job_data
 from lcplan.errors import DataError, ModelError
-from lcplan.job_options import DataSource, Init, TokenizerSource
+from lcplan.job_options import DataFormat, DataSource, Init, TokenizerSource
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
 
@@ -20,24 +20,31 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 
 
-def parse_data(text: str, *, text_column: str = "text", split: str = "train", config: str | None = None) -> DataSource:
+def parse_data(
+    text: str,
+    *,
+    text_column: str = "text",
+    format: DataFormat = "auto",
+    split: str = "train",
+    config: str | None = None,
+) -> DataSource:
     """What ``--data`` names: ``python-docs``, a file or folder that exists, or else a Hub dataset."""
     if text == PYTHON_DOCS:
         return DataSource(kind="python-docs")
     path = Path(os.path.expanduser(text))  # noqa: PTH111  (pathlib raises for an unknown user, and
     if text.strip() and os.path.exists(path):  # noqa: PTH110  for a name that is too long)
-        return DataSource(kind="files", paths=(str(path.resolve()),), text_column=text_column)
+        return DataSource(kind="files", paths=(str(path.resolve()),), text_column=text_column, format=format)
     if not _HUB_NAME.fullmatch(text) or path.suffix.lower() in job_data.TEXT_SUFFIXES:
         raise DataError(
             "data-not-found",
             f"--data {text!r:.200} does not exist. Give a .txt, .jsonl or .parquet file, a folder of them, or "
             "the name of a Hub dataset such as emozilla/pg19.",
         )
-    return DataSource(kind="hub", name=text, config=config, split=split, text_column=text_column)
+    return DataSource(kind="hub", name=text, config=config, split=split, text_column=text_column, format=format)
 
 
 def check_data(source: DataSource, plan: TrainPlan) -> None:
-    """Refuse files that are missing, and text that is too short however it is tokenized.
+    """Refuse files that are missing, examples that would be padded, and text too short however it is tokenized.
 
     A token is at least one byte and every text adds one token, so the size of text files bounds their tokens.
     The job counts exactly, before it loads the model.
@@ -46,10 +53,14 @@ def check_data(source: DataSource, plan: TrainPlan) -> None:
         return
     try:
         found = job_data.find_files(source.paths)
+        if any(path.suffix.lower() == ".parquet" for path in found):
+            return  # compressed: its size says nothing, and reading it needs the train extra
+        kind = job_data.data_format(source.model_dump(mode="json"))
+        job_data.check_batches(kind, batch_size=plan.per_device_train_batch_size, padded=plan.padding)
     except job_data.DataError as error:
-        raise DataError("data-not-found", str(error)) from None
-    if any(path.suffix.lower() == ".parquet" for path in found):
-        return  # compressed: its size says nothing
+        raise DataError("data-not-usable", str(error)) from None
+    if kind != "text":
+        return
     most_tokens = sum(path.stat().st_size + 1 for path in found)
     rows_at_once = plan.per_device_train_batch_size * plan.dp_replicate_size * plan.dp_shard_size
     min_rows = rows_at_once * plan.gradient_accumulation_steps

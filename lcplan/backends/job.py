@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field
 
 from lcplan._record import Record
-from lcplan.backends import fsdp2, single
+from lcplan.backends import accelerate_yaml
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.job_options import DataSource, Device, Init, TokenizerSource, TrainingOptions
 from lcplan.ledger import RopeParameters
@@ -28,7 +28,10 @@ from lcplan.units import format_bytes
 SCHEMA_VERSION = 1
 COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
 """Starts the job from inside its folder."""
-SCRIPTS = ("train.py", "probe.py", "model.py", "data.py", "checks.py", "measure.py")
+SCRIPTS = (
+    "train.py", "probe.py", "arguments.py", "model.py", "data.py", "rows.py", "tokenization.py", "checks.py",
+    "measure.py",
+)  # fmt: skip
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 
@@ -66,47 +69,82 @@ def plan_document(job: JobSpec) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **job.model_dump(mode="json")}
 
 
+def packages(plan: TrainPlan) -> tuple[tuple[str, str], ...]:
+    """What a plan needs beside the train extra: the package, and lcplan's extra that brings it."""
+    eight_bit = plan.optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+    needed = {
+        ("peft", "peft"): plan.lora_r is not None,
+        ("bitsandbytes", "quantize"): plan.quantize != "none" or eight_bit,
+        ("deepspeed", "deepspeed"): plan.backend == "deepspeed",
+        ("torchao", "torchao"): plan.optim == "adamw_torch_8bit",
+    }
+    return tuple(names for names, is_needed in needed.items() if is_needed)
+
+
 def accelerate_config(job: JobSpec) -> dict[str, Any]:
     """The content of accelerate.yaml."""
-    if job.plan.backend == "single":
-        return single.accelerate_config(job.plan, device=job.device)
-    if job.plan.backend == "fsdp2":
-        return fsdp2.accelerate_config(job.plan)
-    raise PlanError(
-        "backend-not-available",
-        f"A job for backend {job.plan.backend!r} cannot be generated yet: single and fsdp2 can. Use --backend fsdp2, "
-        "with --cp-size in place of --sp-size.",
-    )
+    return accelerate_yaml.accelerate_config(job.plan, device=job.device)
 
 
 def check_job(job: JobSpec) -> None:
     """Refuse what the generated scripts cannot do, before anything is written."""
     accelerate_config(job)
     plan = job.plan
-    unsupported = {
-        "--lora-r": plan.lora_r is not None,
-        "--quantize": plan.quantize != "none",
-        "--mlp-tile-size": plan.mlp_tile_size is not None,
-        "--packing": plan.packing,
-        "--padding": plan.padding,
-        "--per-device-eval-batch-size": plan.per_device_eval_batch_size is not None,
-        "--freeze-embeddings": plan.freeze_embeddings,
-        "--freeze-head": plan.freeze_head,
-        "--scored-fraction": plan.scored_fraction < 1,
-    }
-    if asked := [flag for flag, is_set in unsupported.items() if is_set]:
-        raise PlanError(
-            "lever-not-available",
-            f"{', '.join(asked)} can be estimated, but a generated job does not have it yet. Leave it out.",
-        )
-    if job.device == "cpu" and plan.backend != "single":
-        raise PlanError("cpu-plan", f"A CPU job runs as one process, not with backend {plan.backend!r}.")
+    for is_set, code, message in _refusals(job):
+        if is_set:
+            raise PlanError(code, message)
     if rest := plan.max_length % plan.length_multiple:
         raise PlanError(
             "length-multiple",
             f"max_length={plan.max_length} is not a multiple of {plan.length_multiple}, into which this plan "
             f"cuts a sequence. Use --max-length {plan.max_length - rest + plan.length_multiple}.",
         )
+
+
+def _refusals(job: JobSpec) -> tuple[tuple[bool, str, str], ...]:
+    """What neither TRL nor the scripts can do: whether it is asked for, a code, a message."""
+    plan = job.plan
+    joined = job.data.kind == "python-docs" or job.data.format in ("text", "input_ids")
+    return (
+        (
+            plan.mlp_tile_size is not None,
+            "lever-not-available",
+            "--mlp-tile-size: neither transformers nor TRL computes an MLP in tiles. Leave it out.",
+        ),
+        (
+            plan.packing,
+            "lever-not-available",
+            "--packing: texts are joined end to end into full rows, and examples are rows of their own. Leave it out.",
+        ),
+        (
+            plan.quantize != "none" and plan.backend == "deepspeed",
+            "quantize-deepspeed",
+            "--quantize nf4 with --backend deepspeed: ZeRO shards weights as it finds them, and 4-bit ones come packed "
+            "with scales. Use --backend fsdp2, or --quantize none.",
+        ),
+        (
+            plan.per_device_eval_batch_size is not None and plan.sp_size > 1,
+            "eval-with-sp",
+            f"--per-device-eval-batch-size with --sp-size {plan.sp_size}: the generated job does not evaluate under "
+            "Ulysses. Leave it out.",
+        ),
+        (
+            plan.padding and joined,
+            "padding-joined",
+            "--padding: this data is joined end to end into full rows, which need none. Leave it out.",
+        ),
+        (
+            plan.scored_fraction < 1 and joined,
+            "scored-fraction-joined",
+            f"--scored-fraction {plan.scored_fraction}: every token of joined texts has a label. Leave it out, or name "
+            "data with prompts and completions.",
+        ),
+        (
+            job.device == "cpu" and plan.backend == "fsdp2",
+            "cpu-plan",
+            "A CPU job runs as one process, or with --backend ddp or deepspeed: accelerate has no FSDP on a CPU.",
+        ),
+    )
 
 
 def readme_text(job: JobSpec) -> str:

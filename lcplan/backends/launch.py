@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
-from lcplan.backends.job import COMMAND, JobSpec
+from lcplan.backends.job import COMMAND, JobSpec, packages
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.job_options import Device
+from lcplan.train_plan import TrainPlan
 from lcplan.units import ceil_div
 
 TRAIN_PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
@@ -36,14 +37,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_packages() -> None:
-    """Refuse to train without the train extra."""
+def check_packages(plan: TrainPlan | None = None) -> None:
+    """Refuse to train without the train extra, and without what the plan needs on top."""
     found = installed_versions()
-    if missing := [name for name in TRAIN_PACKAGES if name not in found]:
+    needed = dict.fromkeys((name for name in TRAIN_PACKAGES if name not in found), "train")
+    needed |= {name: extra for name, extra in packages(plan) if _version(name) is None} if plan is not None else {}
+    if needed:
+        extras = ",".join(dict.fromkeys(needed.values()))
         raise EnvironmentProblem(
             "missing-extra",
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and a job needs "
-            "the train extra. Install it: pip install 'lcplan[train]'",
+            f"{', '.join(needed)} {'is' if len(needed) == 1 else 'are'} not installed, and this job needs "
+            f"{'it' if len(needed) == 1 else 'them'}. Install the extra: pip install 'lcplan[{extras}]'",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -38,6 +38,11 @@ def command(
         typer.Option(help="A .txt, .jsonl or .parquet file, a folder of them, a Hub dataset, or python-docs."),
     ] = None,
     text_column: Annotated[str, typer.Option(help="Column of --data that holds the text.")] = "text",
+    data_format: Annotated[
+        str, typer.Option(help="auto, text, input_ids, labelled, messages or prompt-completion.")
+    ] = "auto",
+    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
+    data_config: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="New folder for the job and its results.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder, start nothing.")] = False,
     force: Annotated[
@@ -52,6 +57,15 @@ def command(
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; one pass if not given.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the weights and the order of the rows.")] = None,
+    lora_alpha: Annotated[int | None, typer.Option(help="Scale of the adapters; 2 x --lora-r if not given.")] = None,
+    completion_only_loss: Annotated[
+        bool | None, typer.Option(help="Whether prompts have no label; TRL's default: yes, with prompt and completion.")
+    ] = None,
+    assistant_only_loss: Annotated[
+        bool | None, typer.Option("--assistant-only-loss", help="Of a chat only the assistant's turns have labels.")
+    ] = None,
+    eval_rows: Annotated[int | None, typer.Option(help="Rows held out for evaluation.")] = None,
+    eval_steps: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure one step on one GPU, as one rank of the job.")
     ] = False,
@@ -66,6 +80,7 @@ def command(
     Example: lcplan run --preset smoke --output-dir runs/smoke
     """
     from lcplan.cli.output import check_choice, check_units
+    from lcplan.job_options import DataFormat
     from lcplan.job_run import run_job
 
     size_units = check_units(units)
@@ -76,9 +91,20 @@ def command(
         raise InputError("no-output-dir", "No folder is named for the job. Add --output-dir FOLDER.")
     if not probe and (rank is not None or capacity is not None):
         raise InputError("probe-only", "--rank and --capacity are of a probe. Add --probe, or leave them out.")
-    options = {"max_steps": max_steps, "learning_rate": learning_rate, "seed": seed}
+    options = {
+        "max_steps": max_steps,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "lora_alpha": lora_alpha,
+        "completion_only_loss": completion_only_loss,
+        "assistant_only_loss": assistant_only_loss,
+        "eval_rows": eval_rows,
+        "eval_steps": eval_steps,
+    }
+    check_choice("--data-format", data_format, get_args(DataFormat))
+    where = {"text_column": text_column, "format": data_format, "split": split, "config": data_config}
     settings: dict[str, Any] = {
-        "data": _data(data, text_column, base),
+        "data": _data(data, where, base),
         "training": _training(base, {**options, "save_model": None if save else False}),
         "device": base.device if base else "gpu",
         "tokenizer_vocab_size": base.tokenizer.vocab_size if base and base.tokenizer else None,
@@ -144,11 +170,11 @@ def _plan(
     }
 
 
-def _data(asked: str | None, text_column: str, base: Base | None) -> Any:
+def _data(asked: str | None, where: dict[str, Any], base: Base | None) -> Any:
     from lcplan.backends.inputs import parse_data
 
     if asked is not None:
-        return parse_data(asked, text_column=text_column)
+        return parse_data(asked, **where)
     if base is None or base.data is None:
         raise InputError("no-data", "No data is named. Add --data with a file, a folder, a Hub dataset or python-docs.")
     return base.data

@@ -1,13 +1,15 @@
-"""The model that plan.json describes: its config, and weights that are loaded or random."""
+"""The model that plan.json describes: its config, weights that are loaded or random, what of it is trained."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from checks import JobError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -30,18 +32,76 @@ def load_config(job: dict[str, Any]) -> Any:
 
 
 def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty: bool) -> PreTrainedModel:
-    """The whole model; under FSDP2 rank 0 alone has weights and hands out the shards: the others' is ``empty``."""
+    """The whole model, with what the plan freezes; adapters are the trainer's to add.
+
+    Under FSDP2 rank 0 alone has weights and hands out the shards: the others' is ``empty``.
+    """
+    plan = job["plan"]
+    model = _build(job, config, device, empty=empty)
+    frozen = {"freeze_embeddings": model.get_input_embeddings(), "freeze_head": model.get_output_embeddings()}
+    for name, module in frozen.items():
+        if plan[name]:
+            module.requires_grad_(False)
+            module.to(getattr(torch, plan["dtype"]))
+    return model
+
+
+def _build(job: dict[str, Any], config: Any, device: torch.device, *, empty: bool) -> PreTrainedModel:
     plan, source = job["plan"], job["model"]
-    options = {"dtype": getattr(torch, plan["dtype"]), "attn_implementation": plan["attn_implementation"]}
-    if empty:
-        # Memory that is never touched: in float32, since accelerate converts what is not.
-        return empty_model(config, {**options, "dtype": torch.float32}, "cpu")
+    dtype = getattr(torch, plan["dtype"])
+    options = {"dtype": dtype, "attn_implementation": plan["attn_implementation"]}
+    if plan["backend"] == "fsdp2" and plan["quantize"] == "none":
+        if empty:
+            # Memory that is never touched: trained weights in float32, since accelerate converts those that are not.
+            trained = dtype if plan["lora_r"] is not None else torch.float32
+            return empty_model(config, {**options, "dtype": trained}, "cpu")
+        place: Any = "cpu"
+    else:
+        place = device
+    quantized = {} if plan["quantize"] == "none" else quantization(plan, device)
     if source["init"] == "pretrained":
         revision = source["revision"] or "main"
-        return AutoModelForCausalLM.from_pretrained(source["id"], config=config, revision=revision, **options)
-    model = empty_model(config, options, "cpu" if plan["backend"] == "fsdp2" else device)
+        return AutoModelForCausalLM.from_pretrained(
+            source["id"], config=config, revision=revision, **options, **quantized
+        )
+    model = empty_model(config, options, place)
+    set_seed(job["training"]["seed"])  # ZeRO-3 draws numbers of its own as it builds
     fill_weights(model, getattr(config.get_text_config(), "initializer_range", 0.02), device)
+    if quantized:
+        model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **options, **quantized)
     return model
+
+
+def quantization(plan: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """QLoRA's 4-bit NormalFloat with double quantisation, whole on this rank's device."""
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, plan["dtype"]),
+        # FSDP2 shards packed weights only where they pose as weights of its own type
+        bnb_4bit_quant_storage=getattr(torch, plan["dtype"]) if plan["backend"] == "fsdp2" else torch.uint8,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def lora_config(job: dict[str, Any]) -> Any:
+    """What peft adapts, None without adapters. peft keeps them in float32, on 4-bit weights TRL in bfloat16."""
+    plan = job["plan"]
+    if plan["lora_r"] is None:
+        return None
+    from peft import LoraConfig
+
+    targets = plan["lora_target_modules"]
+    return LoraConfig(
+        r=plan["lora_r"],
+        lora_alpha=job["training"]["lora_alpha"] or 2 * plan["lora_r"],
+        lora_dropout=plan["lora_dropout"],
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
 
 
 def empty_model(config: Any, options: dict[str, Any], device: Any) -> PreTrainedModel:
@@ -52,6 +112,15 @@ def empty_model(config: Any, options: dict[str, Any], device: Any) -> PreTrained
     return model
 
 
+def whole(weights: list[torch.nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Around a change of weights: ZeRO-3 gives them whole, and takes rank 0's share by share."""
+    if not is_deepspeed_zero3_enabled():
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(weights, modifier_rank=0)
+
+
 @torch.no_grad()
 def fill_weights(model: PreTrainedModel, std: float, device: torch.device) -> None:
     """Random matrices, drawn on the GPU (a CPU needs minutes for 8 B); norms start as the model starts them.
@@ -60,15 +129,16 @@ def fill_weights(model: PreTrainedModel, std: float, device: torch.device) -> No
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if own and all(weight.dim() < 2 for weight in own):
-            model._init_weights(module)
-            continue
-        for weight in own:
-            if weight.dim() < 2:
-                weight.zero_()
-            elif weight.device.type == device.type:
-                weight.normal_(0.0, std)
-            else:
-                weight.copy_(torch.empty_like(weight, device=device).normal_(0.0, std))
+        with whole(own):
+            if own and all(weight.dim() < 2 for weight in own):
+                model._init_weights(module)
+                continue
+            for weight in own:
+                if weight.dim() < 2:
+                    weight.zero_()
+                elif weight.device.type == device.type:
+                    weight.normal_(0.0, std)
+                else:
+                    weight.copy_(torch.empty_like(weight, device=device).normal_(0.0, std))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -65,11 +65,12 @@ os.environ.update(launcher_environment(ARGUMENTS.rank))
 
 import measure
 import torch
-from checks import JobError, watch_first_sequence
+from arguments import length_multiple, ranks_per_sequence, row_length, rows_per_step, sft_arguments
+from checks import JobError, ShardCheck, watch_first_sequence
 from datasets import Dataset
 from model import build_model, load_config
 from tokenizers import Tokenizer, models
-from train import make_trainer, row_length, rows_per_step, sft_arguments
+from train import Data, make_trainer
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import SFTConfig
 
@@ -122,7 +123,7 @@ class PhaseRecorder(TrainerCallback):
     ) -> None:
         """Called by the trainer before a step's first micro batch."""
         plan = JOB["plan"]
-        tokens = row_lengths(plan)[state.global_step] // plan["cp_size"]
+        tokens = row_lengths(plan)[state.global_step] // ranks_per_sequence(plan)
         watch_first_sequence(model, plan["per_device_train_batch_size"], tokens)
         if self.cuda:
             torch.cuda.synchronize()
@@ -171,7 +172,7 @@ def local_bytes(tensors: Any) -> int:
 
 def row_lengths(plan: dict[str, Any]) -> tuple[int, int]:
     """Tokens of a row in the first step and in the measured one."""
-    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
+    multiple = length_multiple(plan)
     whole = row_length(plan)
     return min(whole, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple)), whole
 
@@ -208,13 +209,20 @@ def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(ARGUMENTS.capacity / total)
     if plan["backend"] != "single":
         join_fake_group(ARGUMENTS.rank, plan["num_gpus"])
-    arguments = {**sft_arguments(job), "max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
+    arguments = {
+        **sft_arguments(job),
+        "max_steps": 2,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "train_sampling_strategy": "sequential",
+    }
     args = SFTConfig(**arguments)
     config = load_config(job)
     set_seed(job["training"]["seed"])
     model = build_model(job, config, args.device, empty=False)
     rows = random_rows(plan, config.get_text_config().vocab_size, job["training"]["seed"])
-    trainer = make_trainer(job, args, model, bare_tokenizer(), rows, [recorder])
+    data = Data(tokenizer=bare_tokenizer(), train=rows, evaluation=None, made=None)
+    trainer = make_trainer(job, args, model, data, [recorder, ShardCheck(plan)])
     recorder.watch(trainer.model)
     trainer.train()
     if trainer.state.global_step != 2:

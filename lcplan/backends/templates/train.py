@@ -10,14 +10,13 @@ the versions installed do not go together.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
+import math
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 JOB = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
@@ -28,151 +27,73 @@ if JOB["plan"]["backend"] == "single":
     # With several GPUs in sight and one process, the trainer would fall back to DataParallel.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
-import data
 import measure
 import torch
-import transformers
-import trl
 from accelerate import PartialState
+from arguments import (
+    length_multiple,
+    ranks_per_sequence,
+    row_length,
+    rows_held_out,
+    rows_per_load,
+    rows_per_step,
+    sft_arguments,
+)
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
+from data import DataError, describe
 from datasets import Dataset
-from model import build_model, load_config
-from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, set_seed
+from model import build_model, load_config, lora_config
+from rows import RowShape, load_rows, make_rows
+from tokenization import load_tokenizer, make_tokenizer
+from transformers import PreTrainedModel, PrinterCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-PATIENCE_S = 4 * 3600
-"""Ranks wait this long for one another: rank 0 tokenizes the data and loads the weights for all."""
+
+class Data(NamedTuple):
+    """What the job trains on."""
+
+    tokenizer: Any
+    train: Dataset
+    """Rows of whole steps."""
+    evaluation: Dataset | None
+    made: dict[str, Any] | None
+    """What there is of it; rank 0 knows."""
 
 
-def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of SFTConfig, under the names that the installed versions know."""
-    plan, training, on_cpu = job["plan"], job["training"], job["device"] == "cpu"
-    fields = {field.name: field for field in dataclasses.fields(SFTConfig)}
-    prefix = "activation" if "activation_checkpointing" in fields else "gradient"
-    arguments = {
-        "output_dir": str(HERE / "checkpoints"),
-        "max_length": plan["max_length"],
-        "per_device_train_batch_size": plan["per_device_train_batch_size"],
-        "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
-        "optim": plan["optim"],
-        "loss_type": loss_type(plan["loss"], fields["loss_type"].default),
-        f"{prefix}_checkpointing": plan["activation_checkpointing"] != "none",
-        f"{prefix}_checkpointing_kwargs": checkpointing_kwargs(plan),
-        "activation_offloading": plan["activation_offloading"],
-        "bf16": not on_cpu,
-        "use_cpu": on_cpu,
-        "learning_rate": training["learning_rate"],
-        "lr_scheduler_type": training["lr_scheduler_type"],
-        "warmup_steps": training["warmup_steps"],
-        "weight_decay": training["weight_decay"],
-        "max_steps": training["max_steps"] or -1,
-        "num_train_epochs": training["num_train_epochs"],
-        "seed": training["seed"],
-        "save_strategy": training["save_strategy"],
-        "save_steps": training["save_steps"],
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "ddp_timeout": PATIENCE_S,
-        # Rows arrive tokenized and exactly max_length long; a last batch that is not full is left out.
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "dataloader_drop_last": True,
-    }
-    if unknown := sorted(set(arguments) - set(fields)):
-        raise JobError(f"trl {trl.__version__} does not know {', '.join(unknown)}. Install a release that does.")
-    return arguments
-
-
-def loss_type(loss: str, default: str | None) -> str:
-    """TRL 1.13 and 1.14 (no default) have two; later ones call the chunked one ``nll`` and have no other."""
-    if default is None:
-        if loss == "chunked":
-            print(f"Note: trl {trl.__version__} scores 256 rows at a time (--loss chunked-256).", file=sys.stderr)
-        return "nll" if loss == "full" else "chunked_nll"
-    if loss != "chunked":
-        raise JobError(
-            f"trl {trl.__version__} always computes the loss in large chunks; 1.14 is the last with --loss {loss}. "
-            "Plan with --loss chunked, or install trl<1.15."
-        )
-    return "nll"
-
-
-def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Keys that transformers and TRL take out of the dict before it reaches torch's checkpoint."""
-    asked: dict[str, Any] = {}
-    if plan["offload_activations"]:
-        asked["offload"] = True
-    if plan["checkpoint_every_n_layers"] > 1:
-        asked["every_n_layers"] = plan["checkpoint_every_n_layers"]
-    newer_name = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
-    enable = newer_name or PreTrainedModel.gradient_checkpointing_enable
-    if unknown := sorted(set(asked) - set(inspect.signature(enable).parameters)):
-        raise JobError(
-            f"transformers {transformers.__version__} cannot checkpoint with {', '.join(unknown)}. "
-            "Install a later release, or plan without it."
-        )
-    if plan["activation_checkpointing"] == "selective":
-        if not hasattr(trl.models, "enable_selective_activation_checkpointing"):
-            raise JobError(f"trl {trl.__version__} has no selective checkpointing. Install trl>=1.15.")
-        asked["selective"] = True
-    return asked or None
-
-
-def rows_per_step(plan: dict[str, Any]) -> int:
-    """Rows of one optimizer step over all ranks."""
-    data_parallel_size = plan["dp_replicate_size"] * plan["dp_shard_size"]
-    return plan["per_device_train_batch_size"] * data_parallel_size * plan["gradient_accumulation_steps"]
-
-
-def load_data(job: dict[str, Any], vocab_size: int, state: PartialState) -> tuple[Any, Dataset, dict[str, int] | None]:
-    """Tokenizer and rows of whole steps; rank 0 makes them, the others read them from the job folder."""
-    plan, max_steps = job["plan"], job["training"]["max_steps"]
-    step_rows = rows_per_step(plan)
+def load_data(job: dict[str, Any], vocab_size: int, state: PartialState) -> Data:
+    """Rank 0 makes the rows, the others read them from the job folder; the first are held out for evaluation."""
+    plan, training = job["plan"], job["training"]
+    step_rows, held_out = rows_per_step(plan), rows_held_out(job)
+    whole = math.lcm(step_rows, rows_per_load(plan))
+    wanted = training["max_steps"] and math.ceil(training["max_steps"] * step_rows / whole) * whole
     made = None
     if state.is_main_process:
-        made = data.write_rows(
+        shape = RowShape(
+            max_length=row_length(plan),
+            multiple=length_multiple(plan),
+            padded=plan["padding"],
+            batch_size=plan["per_device_train_batch_size"],
+            vocab_size=vocab_size,
+        )
+        made = make_rows(
             job["data"],
             make_tokenizer(job, vocab_size),
-            HERE / "rows.arrow",
-            max_length=row_length(plan),
-            min_rows=step_rows,
-            max_rows=max_steps and max_steps * step_rows,
+            HERE / "rows",
+            shape,
+            min_rows=held_out + whole,
+            max_rows=wanted and held_out + wanted,
+            training=training,
         )
-        print(data.describe(made, max_length=row_length(plan), rows_per_step=step_rows), flush=True)
+        print(describe(made, max_length=row_length(plan), rows_per_step=step_rows), flush=True)
     state.wait_for_everyone()
-    rows = Dataset.from_file(str(HERE / "rows.arrow"))
-    return load_tokenizer(job), rows.select(range(len(rows) - len(rows) % step_rows)), made
-
-
-def row_length(plan: dict[str, Any]) -> int:
-    """max_length trimmed to a multiple of 2 x cp_size: ring attention balances its load for no other."""
-    multiple = 2 * plan["cp_size"] if plan["cp_size"] > 1 else 1
-    return plan["max_length"] - plan["max_length"] % multiple
-
-
-def load_tokenizer(job: dict[str, Any]) -> Any:
-    """The tokenizer that plan.json names, or the one trained for this job."""
-    source = job["tokenizer"]
-    if source["kind"] == "train-bpe":
-        return AutoTokenizer.from_pretrained(str(HERE / "tokenizer"))
-    return AutoTokenizer.from_pretrained(source["id"], revision=source["revision"] or "main")
-
-
-def make_tokenizer(job: dict[str, Any], vocab_size: int) -> Any:
-    """Train the tokenizer where the plan says so, and refuse one that the model cannot embed."""
-    source = job["tokenizer"]
-    if source["kind"] == "train-bpe":
-        trained = data.train_tokenizer(job["data"], min(source["vocab_size"] or vocab_size, vocab_size))
-        trained.save_pretrained(str(HERE / "tokenizer"))
-    tokenizer = load_tokenizer(job)
-    if len(tokenizer) > vocab_size:
-        raise JobError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model's vocab_size is {vocab_size:,}: "
-            "some ids have no embedding. Name the model's own tokenizer with --tokenizer."
-        )
-    if tokenizer.eos_token_id is None:
-        raise JobError("the tokenizer has no end-of-text token, which parts the texts. Name another with --tokenizer.")
-    return tokenizer
+    rows = load_rows(HERE / "rows")
+    last = len(rows) - (len(rows) - held_out) % whole
+    return Data(
+        tokenizer=load_tokenizer(job),
+        train=rows.select(range(held_out, last)),
+        evaluation=rows.select(range(held_out)) if held_out else None,
+        made=made,
+    )
 
 
 def save_model(trainer: SFTTrainer, folder: Path) -> str:
@@ -185,15 +106,21 @@ def save_model(trainer: SFTTrainer, folder: Path) -> str:
 
 
 def make_trainer(
-    job: dict[str, Any], args: SFTConfig, model: PreTrainedModel, tokenizer: Any, rows: Dataset, callbacks: list[Any]
+    job: dict[str, Any], args: SFTConfig, model: PreTrainedModel, data: Data, callbacks: list[Any]
 ) -> SFTTrainer:
     """The trainer, and the checks that it is set up as planned."""
     plan = job["plan"]
-    if plan["backend"] == "fsdp2":
-        callbacks = [*callbacks, ShardCheck(plan["dp_shard_size"] * plan["cp_size"])]
-    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=data.tokenizer,
+        callbacks=callbacks,
+        peft_config=lora_config(job),
+    )
     trainer.remove_callback(PrinterCallback)  # the recorder prints every step
-    check_layout(trainer.accelerator, plan)
+    check_layout(trainer.accelerator, plan, on_cpu=job["device"] == "cpu")
     return trainer
 
 
@@ -204,12 +131,18 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     args = SFTConfig(**sft_arguments(job))  # also joins the process group
     state = PartialState()
     config = load_config(job)
-    tokenizer, rows, made = load_data(job, config.get_text_config().vocab_size, state)
+    data = load_data(job, config.get_text_config().vocab_size, state)
     set_seed(job["training"]["seed"])
     model = build_model(job, config, state.device, empty=not state.is_main_process)
-    trainer = make_trainer(job, args, model, tokenizer, rows, [recorder])
     plan = job["plan"]
-    watch_first_sequence(trainer.model, plan["per_device_train_batch_size"], row_length(plan) // plan["cp_size"])
+    shards = ShardCheck(plan)
+    trainer = make_trainer(job, args, model, data, [recorder, shards])
+    sequence = watch_first_sequence(
+        trainer.model,
+        plan["per_device_train_batch_size"],
+        row_length(plan) // ranks_per_sequence(plan),
+        exact="labels" not in data.train.column_names,
+    )
     trainer.train()
     peaks = measure.gather_ranks(recorder.summary())
     saved = save_model(trainer, HERE / "final_model") if job["training"]["save_model"] else None
@@ -218,7 +151,11 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
         "saved_model_dir": saved,
         "world_size": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type.value),
-        "data": made,
+        "elements_held": shards.found and shards.found.held,
+        "elements_sharded": shards.found and shards.found.whole,
+        "first_layer_sees": sequence,
+        "data": data.made,
+        "evaluations": [entry for entry in trainer.state.log_history if "eval_loss" in entry],
     }
 
 
@@ -246,7 +183,7 @@ def main(job: dict[str, Any]) -> int:
     exit_code, error, result = 0, None, {}
     try:
         result = run(job, recorder)
-    except (JobError, data.DataError) as problem:
+    except (JobError, DataError) as problem:
         exit_code, error = 2, str(problem)
     except torch.OutOfMemoryError as problem:
         exit_code, error = 1, f"out of GPU memory on rank {rank}: {problem}"
