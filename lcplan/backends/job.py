@@ -28,7 +28,10 @@ from lcplan.units import format_bytes
 SCHEMA_VERSION = 1
 COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
 """Starts the job from inside its folder."""
-SCRIPTS = ("train.py", "probe.py", "model.py", "data.py", "checks.py", "measure.py")
+SCRIPTS = (
+    "train.py", "probe.py", "model.py", "data.py", "checks.py", "measure.py", "attempt.py", "guard.py", "causes.py",
+    "checkpoints.py", "first_step.py", "journal.py",
+)  # fmt: skip
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 

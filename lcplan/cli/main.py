@@ -15,7 +15,9 @@ COMMANDS = {
     "estimate": "lcplan.cli.estimate",
     "recommend": "lcplan.cli.recommend",
     "run": "lcplan.cli.run",
+    "watch": "lcplan.cli.watch",
     "check": "lcplan.cli.check",
+    "doctor": "lcplan.cli.doctor",
     "list": "lcplan.cli.listing",
 }
 """Command -> module with its ``command``; only the one that is called is imported."""
