@@ -268,9 +268,10 @@ def test_safe_host_states() -> None:
 def test_pinned_memory_that_ran_out_is_named(tmp_path: Path) -> None:
     render_job(small_job(), tmp_path / "job")
     code = (
-        "import train; plan = train.JOB['plan'];"
-        "e = RuntimeError('CUDA error: out of memory');"
-        "print(train.explain(e, plan | {'offload_activations': True})); print(train.explain(e, plan))"
+        "import causes, train; plan = train.JOB['plan'] | {'offload_activations': True};"
+        "e = RuntimeError('CUDA error: out of memory'); gib = 2**30;"
+        "print(causes.explain(e, plan, causes.Facts(free_gpu_bytes=70 * gib, total_gpu_bytes=80 * gib)));"
+        "print(causes.explain(e, plan, causes.Facts(free_gpu_bytes=1 * gib, total_gpu_bytes=80 * gib)))"
     )
     done = run_python("-c", code, cwd=tmp_path / "job")
     lines = done.stdout.splitlines()

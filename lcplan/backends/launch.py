@@ -175,7 +175,7 @@ def stream(
         if number == signal.SIGTERM and stop_file is not None and not stop_file.exists():
             try:
                 stop_file.touch()
-                print("SIGTERM: the job saves a checkpoint at the end of its step; once more ends it now.", file=sys.stderr)  # noqa: T201
+                os.write(STDERR, b"SIGTERM: the job saves a checkpoint at the end of its step; again ends it now.\n")
                 return
             except OSError:
                 pass  # a full disk takes no checkpoint either

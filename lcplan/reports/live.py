@@ -31,7 +31,7 @@ def follow_lines(folder: Path) -> JobState:
     """Print what has happened so far and then what happens, until the job has ended."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     shown, state = 0, read_state(folder)
-    for state in follow(folder):
+    for state in follow(folder):  # noqa: B007
         events = journal.read_events(folder)
         shown = 0 if len(events) < shown else shown  # a resumed run has begun a new file
         for event in events[shown:]:

@@ -1,5 +1,6 @@
-"""One attempt at running the job, from start or resumed to whatever end it takes: signals, checkpoints, causes, exit
-code. ``train.py`` says what to run; this says how it ends.
+"""One attempt at running the job, from the start or resumed, to whatever end it takes.
+
+``train.py`` says what to run; this says how it ends: signals, checkpoints, causes, exit code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from causes import (
 from checks import JobError
 from data import DataError
 from first_step import FirstStep
-from guard import STOP_FILE, Guard, any_rank
+from guard import DIES_WITHIN_S, STOP_FILE, Guard, any_rank
 from transformers import TrainerCallback
 
 
@@ -116,16 +118,14 @@ class Attempt:
         """The machine as a failure left it."""
         free, total = None, None
         if self.recorder.cuda:
-            try:
+            with suppress(RuntimeError):  # CUDA itself may be broken
                 free, total = torch.cuda.mem_get_info()
-            except RuntimeError:  # CUDA itself is broken
-                pass
         return Facts(
             rank=self.rank,
             free_disk_bytes=free_disk_bytes(self.folder),
             free_gpu_bytes=free,
             total_gpu_bytes=total,
-            gone=self.guard.gone(),
+            gone=self.guard.gone(patience_s=DIES_WITHIN_S),
         )
 
 
@@ -152,8 +152,8 @@ class Keeper(TrainerCallback):
     def _stop(self, state: Any, control: Any) -> None:
         control.should_save = control.should_training_stop = True
         self.attempt.stopped = (
-            f"stopped on request after step {state.global_step} of {state.max_steps}; checkpoint-{state.global_step} is "
-            "whole. Continue with --resume."
+            f"stopped on request after step {state.global_step} of {state.max_steps}, with checkpoint-"
+            f"{state.global_step} written. Continue with --resume."
         )
 
     def on_save(self, args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:

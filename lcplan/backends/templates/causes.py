@@ -56,7 +56,7 @@ def explain(problem: BaseException, plan: dict[str, Any], facts: Facts) -> str:
     if is_full_disk(problem, facts):
         free = "" if facts.free_disk_bytes is None else f" ({facts.free_disk_bytes / 2**30:.2f} GiB are free)"
         return (
-            f"the disk is full{free}: {_short(text)} Checkpoints that are not whole are never resumed from. Free space, "
+            f"the disk is full{free}: {_short(text)} No half-written checkpoint is resumed from. Free space, "
             "or write fewer: a larger save_steps, save_total_limit 2, --no-save."
         )
     if type(problem).__name__ == "OutOfMemoryError" or "cuda out of memory" in low:
@@ -69,8 +69,8 @@ def explain(problem: BaseException, plan: dict[str, Any], facts: Facts) -> str:
         return lost_peers(facts.gone)
     if any(words in low for words in _LOST_PEER):
         return (
-            f"rank {facts.rank} lost its connection to another rank, which ended first: {_short(text)} Its own message, "
-            "or the kernel's log (dmesg, for out of memory) on its node, says why."
+            f"rank {facts.rank} lost its connection to another rank, which ended first: {_short(text)} Its own "
+            "message, or the kernel's log (dmesg, for out of memory) on its node, says why."
         )
     if any(words in low for words in _TIMED_OUT):
         return (
@@ -100,8 +100,8 @@ def lost_peers(gone: tuple[str, ...]) -> str:
     """What to say of ranks that are no more."""
     verb = "is" if len(gone) == 1 else "are"
     return (
-        f"{', '.join(gone)} {verb} gone: killed from outside, or the process crashed. Where host memory has run out, the "
-        "kernel kills without a word: see dmesg there. Continue with --resume if a checkpoint was written."
+        f"{', '.join(gone)} {verb} gone: killed from outside, or the process crashed. Where host memory has run out, "
+        "the kernel kills without a word: see dmesg there. Continue with --resume if a checkpoint was written."
     )
 
 
@@ -115,8 +115,8 @@ def _outside_the_allocator(text: str, plan: dict[str, Any], facts: Facts) -> str
         )
     room = "" if free is None else f", with {free / 2**30:.2f} GiB of GPU memory free"
     return (
-        f"pinned host memory ran out on rank {facts.rank}{room}: {_short(text)} The node's free memory, its cgroup limit "
-        f"and ulimit -l ({memlock()}) bound it. Would help: {host_levers(plan)}."
+        f"pinned host memory ran out on rank {facts.rank}{room}: {_short(text)} The node's free memory, its cgroup "
+        f"limit and ulimit -l ({memlock()}) bound it. Would help: {host_levers(plan)}."
     )
 
 

@@ -1,5 +1,7 @@
-"""Which checkpoints are whole. The trainer writes one file after another into a checkpoint's own folder; only when
-every rank is through does rank 0 add a marker with the name and size of each, and a resume takes no other.
+"""Which checkpoints are whole.
+
+The trainer writes one file after another into a checkpoint's own folder; only when every rank is through does rank 0
+add a marker with the name and size of each, and a resume takes no checkpoint without it.
 
 Nothing here needs torch.
 """

@@ -66,7 +66,9 @@ class FirstStep(TrainerCallback):
             layer.register_forward_hook(after, always_call=False),
         )
 
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, model: Any = None, **_kwargs: Any) -> None:
+    def on_log(
+        self, _args: Any, state: Any, _control: Any, logs: Any = None, model: Any = None, **_kwargs: Any
+    ) -> None:
         """Called by the trainer after each step."""
         if self.findings or "loss" not in (logs or {}):
             return
@@ -137,7 +139,7 @@ def shards(model: Any, plan: dict[str, Any]) -> Iterator[Finding]:
     weight = max((p for p in model.parameters() if p.requires_grad), key=whole_size)
     held, whole = local_size(weight), whole_size(weight)
     yield Finding(
-        "sharded weights", f"1/{size} a rank", f"1/{whole / held:.3g} a rank", held <= math.ceil(whole / size * 1.05) + 8,
+        "sharded weights", f"1/{size} a rank", f"1/{whole / held:.3g} a rank", held <= 1.05 * whole / size + 8,
         "The launcher did not shard the model. Start with the README's command.",
     )  # fmt: skip
 
@@ -172,8 +174,8 @@ def kernel(kernels: tuple[str, ...], *, on_gpu: bool) -> Finding:
     ok = not on_gpu or (bool(kernels) and all(name in FUSED for name in kernels))
     return Finding(
         "attention by", "flash_attention or cudnn_attention", found, ok,
-        "Slower, and attention_math keeps a square of the sequence. A mask (padding), the head_dim or a hidden cuDNN is "
-        "the usual reason: see lcplan doctor.",
+        "Slower, and attention_math keeps a square of the sequence. A mask (padding), the head_dim or a hidden cuDNN "
+        "is the usual reason: see lcplan doctor.",
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def first_loss(loss: float, *, pretrained: bool, vocab_size: int) -> Finding:
     """A first loss that is too high for pretrained weights has a reason, and it is not the data."""
     limit = LOSS_OF_A_WRONG_ROPE if pretrained else math.log(vocab_size) + RANDOM_LOSS_MARGIN
     fix = (
-        "The rotary scaling or the tokenizer is likely wrong. Compare rope_parameters in plan.json with the model's card."
+        "The rotary scaling or the tokenizer is likely wrong: hold plan.json's rope against the model's card."
         if pretrained
         else "Random weights start at ln(vocab_size): something is wrong with the model or its labels."
     )

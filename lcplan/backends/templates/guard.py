@@ -1,6 +1,8 @@
-"""Sees to it that the ranks of a job end together. A thread of its own in every rank tells the others twice in five
-seconds that it lives, and how far it is; it ends its process where another is gone, silent or stuck, or where the
-launcher is gone. The main thread cannot: it waits inside a collective, for hours if need be.
+"""Sees to it that the ranks of a job end together.
+
+A thread of its own in every rank tells the others every two seconds that it lives, and how far it is. It ends its
+process where another is gone, silent or stuck, or where the launcher is gone. The main thread cannot: it waits inside a
+collective, for hours if need be.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SILENT_S = 20.0
 """A rank that does not answer for so long while it trains is taken for dead; its host is then another, or frozen."""
 SILENT_LOADING_S = 900.0
 """The same while it loads: reading a large file may hold Python's lock."""
+DIES_WITHIN_S = 1.0
+"""A process that was killed closes its connections this much before it is gone."""
 COMES_OUT_S = 3.0
 """The main thread has so long to report a lost connection itself."""
 FIRST_STEP_S = 3600.0
@@ -41,7 +45,9 @@ HANG_FACTOR = 10.0
 class Guard:
     """One rank's watch over the others."""
 
-    def __init__(self, folder: Path, *, saves: bool, hang_timeout_s: float | None, end: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, folder: Path, *, saves: bool, hang_timeout_s: float | None, end: Callable[[int, str], None]
+    ) -> None:
         self.folder = folder
         self.saves = saves
         self.hang_timeout_s = hang_timeout_s
@@ -102,9 +108,14 @@ class Guard:
         """Whether this rank was asked to stop at the end of the step."""
         return self.stop_requested or (self.folder / STOP_FILE).exists()
 
-    def gone(self) -> tuple[str, ...]:
-        """Ranks on this host whose process has ended without a word."""
-        return tuple(self._describe(peer) for peer in self.peers if self._has_died(peer))
+    def gone(self, *, patience_s: float = 0.0) -> tuple[str, ...]:
+        """Ranks on this host whose process has ended without a word; one that is ending takes a moment."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            found = tuple(self._describe(peer) for peer in self.peers if self._has_died(peer))
+            if found or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.05)
 
     # --- the thread
 
@@ -182,8 +193,8 @@ class Guard:
         behind = [peer for peer in self.peers if peer["step"] < step]
         where = f"; behind: {', '.join(map(self._describe, behind))}" if behind else ""
         return (
-            f"step {step + 1} has not ended after {waited:.0f} s (the slowest before took {self._slowest or 0:.0f} s): a "
-            f"collective hangs{where}. The stack above says where; hang_timeout_s in plan.json sets the limit."
+            f"step {step + 1} has not ended after {waited:.0f} s (the slowest before took {self._slowest or 0:.0f} s): "
+            f"a collective hangs{where}. The stack above says where; hang_timeout_s in plan.json sets the limit."
         )
 
     def hang_limit(self) -> float:

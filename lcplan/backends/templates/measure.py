@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
 
 
 PHASES_AT_STEP = 2
-"""The phases of this step are measured apart: the first that has optimizer states from its start."""
+"""The phases of this step of an attempt are measured apart: the first that has optimizer states from its start."""
 
 
 class PhasePeaks:
@@ -91,11 +91,9 @@ class StepRecorder(TrainerCallback):
         """Called by the trainer once the model is wrapped."""
         self.watch(model)
 
-    def on_step_begin(
-        self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_args: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer before a step's first micro batch."""
-        self._measures_parts = self.cuda and state.global_step + 1 == PHASES_AT_STEP
+        self._measures_parts = self.cuda and len(self.steps) + 1 == PHASES_AT_STEP
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

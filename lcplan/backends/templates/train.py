@@ -25,6 +25,7 @@ JOB = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that looks at one layer announces itself
 if JOB["plan"]["backend"] == "single":
     # With several GPUs in sight and one process, the trainer would fall back to DataParallel.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
