@@ -34,12 +34,28 @@ def run_arguments(folder: Path, *more: str) -> list[str]:
     return ["-m", "lcplan", "run", "--preset", "smoke", "--output-dir", str(folder), *SMALL, *more]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Whatever a failed test leaves running is ended."""
+    yield
+    for pid in alive(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    for job in STARTED:
+        job.wait(timeout=10)
+    STARTED.clear()
+
+
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
 def start(*arguments: str, log: Path, cwd: Path) -> subprocess.Popen[bytes]:
     """A process in a session of its own, its output in a file."""
     with log.open("wb") as file:
-        return subprocess.Popen(
+        job = subprocess.Popen(
             [sys.executable, *arguments], cwd=cwd, env=ENVIRONMENT, stdout=file, stderr=file, start_new_session=True
         )
+    STARTED.append(job)
+    return job
 
 
 def until(what: str, test: Any, *, job: subprocess.Popen[bytes] | None = None, log: Path | None = None) -> None:
@@ -360,7 +376,7 @@ def test_a_frozen_rank_ends_the_group(tmp_path: Path) -> None:
     assert_ends(job, folder, log)
     error = result_of(folder)["error"]
     assert f"rank 1 (process {frozen} on" in error
-    assert "did not answer for 20 s" in error
+    assert "did not answer for 15 s" in error
 
 
 def test_two_ranks_stop_at_the_same_step_and_resume(tmp_path: Path) -> None:

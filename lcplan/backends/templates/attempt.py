@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -126,6 +127,7 @@ class Attempt:
             free_gpu_bytes=free,
             total_gpu_bytes=total,
             gone=self.guard.gone(patience_s=DIES_WITHIN_S),
+            verdict=self.guard.verdict,
         )
 
 
@@ -175,19 +177,8 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
     except JobError as problem:
         return refuse(folder, str(problem))
     attempt.begin()
-    exit_code, error, result = 0, None, {}
-    try:
-        result = run(attempt)
-        if attempt.stopped is not None:
-            exit_code, error = EXIT_STOPPED, attempt.stopped
-    except (JobError, DataError) as problem:
-        exit_code, error = EXIT_REFUSED, str(problem)
-    except (KeyboardInterrupt, Interrupted) as problem:
-        number = problem.number if isinstance(problem, Interrupted) else 2
-        exit_code, error = 128 + number, explain(problem, job["plan"], attempt.facts())
-    except Exception as problem:
-        traceback.print_exc()
-        exit_code, error = EXIT_FAILED, explain(problem, job["plan"], attempt.facts())
+    result, problem = outcome(attempt, run)
+    exit_code, error = verdict(attempt, problem)
     attempt.finish(exit_code, error, result)
     attempt.guard.stop()
     if attempt.rank == 0:
@@ -201,6 +192,33 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
         sys.stdout.flush()
         os._exit(exit_code)  # leaving the group in order would wait for ranks that wait for this one
     return exit_code
+
+
+def outcome(attempt: Attempt, run: Callable[[Attempt], dict[str, Any]]) -> tuple[dict[str, Any], BaseException | None]:
+    """The run's result, or what ended it. The launcher's SIGTERM to all ranks after one has failed changes nothing."""
+    try:
+        try:
+            return run(attempt), None
+        finally:
+            attempt.guard.settle()
+    except (KeyboardInterrupt, Interrupted) as problem:
+        failed_first = isinstance(problem.__context__, Exception)
+        return {}, problem.__context__ if failed_first else problem
+    except Exception as problem:
+        return {}, problem
+
+
+def verdict(attempt: Attempt, problem: BaseException | None) -> tuple[int, str | None]:
+    """Exit code and one line."""
+    if problem is None:
+        return (0, None) if attempt.stopped is None else (EXIT_STOPPED, attempt.stopped)
+    if isinstance(problem, (JobError, DataError)):
+        return EXIT_REFUSED, str(problem)
+    if isinstance(problem, (KeyboardInterrupt, Interrupted)):
+        number = problem.number if isinstance(problem, Interrupted) else int(signal.SIGINT)
+        return 128 + number, explain(problem, attempt.job["plan"], attempt.facts())
+    traceback.print_exception(problem)
+    return EXIT_FAILED, explain(problem, attempt.job["plan"], attempt.facts())
 
 
 def refuse(folder: Path, error: str) -> int:

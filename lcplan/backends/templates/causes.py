@@ -31,6 +31,8 @@ class Facts(NamedTuple):
     total_gpu_bytes: int | None = None
     gone: tuple[str, ...] = ()
     """Ranks that no longer live, described."""
+    verdict: str | None = None
+    """What the guard had found wrong with the group before."""
 
 
 class Interrupted(BaseException):
@@ -65,6 +67,8 @@ def explain(problem: BaseException, plan: dict[str, Any], facts: Facts) -> str:
         return _outside_the_allocator(text, plan, facts)
     if isinstance(problem, MemoryError) or any(words in low for words in _HOST_MEMORY):
         return f"out of host memory on rank {facts.rank}: {_short(text)} Would help: {host_levers(plan)}."
+    if facts.verdict is not None:
+        return facts.verdict
     if facts.gone:
         return lost_peers(facts.gone)
     if any(words in low for words in _LOST_PEER):

@@ -28,7 +28,7 @@ from journal import process_state
 STOP_FILE = "stop"
 """Written into the job's folder: save a checkpoint at the end of this step, and stop."""
 BEAT_S = 2.0
-SILENT_S = 20.0
+SILENT_S = 15.0
 """A rank that does not answer for so long while it trains is taken for dead; its host is then another, or frozen."""
 SILENT_LOADING_S = 900.0
 """The same while it loads: reading a large file may hold Python's lock."""
@@ -56,6 +56,8 @@ class Guard:
         self.stop_requested = False
         self.peers: list[dict[str, Any]] = []
         """What every rank last said of itself, this one included."""
+        self.verdict: str | None = None
+        """What is wrong with the group, once something is."""
         self._end = end
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._store: Any = None
@@ -82,14 +84,21 @@ class Guard:
         if self._store is not None or not dist.is_initialized() or dist.get_backend() == "fake":
             return
         default = getattr(dist.distributed_c10d, "_get_default_store", None)
-        if default is not None and dist.get_world_size() > 1:
-            # a connection of its own: the default one is held while another thread waits on it
-            self._store = default().clone()
+        if default is None or dist.get_world_size() == 1:
+            return
+        # a connection of its own: the default one is held while another thread waits on it
+        store = default().clone()
+        self._say(store)
+        store.wait(self._keys())
+        self._listen(store)
+        self._store = store
 
     def enter(self, stage: str) -> None:
         """A new phase of the job has begun."""
         self._own["stage"] = stage
         self._progress = time.monotonic()
+        if self._store is not None:
+            self._say(self._store)  # at once: the others judge a silence by it
 
     def step_done(self, step: int, seconds: float, peak: int | None) -> None:
         """A step has ended on this rank."""
@@ -100,9 +109,16 @@ class Guard:
     def stop(self) -> None:
         """This rank is through; the others may end as they like."""
         self._own["stage"] = "done"
-        with suppress(Exception):
-            self._say()
+        if self._store is not None:
+            with suppress(Exception):
+                self._say(self._store)
         self._over.set()
+
+    def settle(self) -> None:
+        """The run is over, however: a signal changes nothing any more."""
+        with suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def wants_to_stop(self) -> bool:
         """Whether this rank was asked to stop at the end of the step."""
@@ -127,8 +143,9 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._over.wait(BEAT_S):
-            if (problem := self._problem()) is not None and not self._over.wait(COMES_OUT_S):
-                self._end_the_process(problem)
+            self.verdict = self._problem()
+            if self.verdict is not None and not self._over.wait(COMES_OUT_S):
+                self._end_the_process(self.verdict)
 
     def _problem(self) -> str | None:
         """What is wrong with the group, in one line; None while all is well."""
@@ -137,24 +154,23 @@ class Guard:
         if self._store is None:
             return None
         try:
-            self._say()
-            self._listen()
+            self._say(self._store)
+            self._listen(self._store)
         except Exception as error:  # the store's server has ended with the host of rank 0
             return f"rank {self.rank} lost its connection to the host of rank 0 ({type(error).__name__})."
         if gone := self.gone():
             return lost_peers(gone)
         return self._silence() or self._hang()
 
-    def _say(self) -> None:
-        if self._store is not None:
-            self._beats += 1
-            self._store.set(f"guard/{self.rank}", json.dumps({**self._own, "rank": self.rank, "beat": self._beats}))
+    def _keys(self) -> list[str]:
+        return [f"guard/{rank}" for rank in range(self.world_size)]
 
-    def _listen(self) -> None:
-        keys = [f"guard/{rank}" for rank in range(self.world_size)]
-        if not self.peers and not self._store.check(keys):
-            return  # somebody has not come yet
-        self.peers = [json.loads(content) for content in self._store.multi_get(keys)]
+    def _say(self, store: Any) -> None:
+        self._beats += 1
+        store.set(f"guard/{self.rank}", json.dumps({**self._own, "rank": self.rank, "beat": self._beats}))
+
+    def _listen(self, store: Any) -> None:
+        self.peers = [json.loads(content) for content in store.multi_get(self._keys())]
         now = time.monotonic()
         for peer in self.peers:
             if self._heard.get(peer["rank"], (0, 0.0))[0] != peer["beat"]:
@@ -178,11 +194,12 @@ class Guard:
             return None
         names = ", ".join(map(self._describe, silent))
         limit = max(limits[peer["rank"]] for peer in silent)
+        self.verdict = f"{names} did not answer for {limit:.0f} s: frozen, or its node or network is lost."
         for peer in silent:
             if peer["host"] == self._own["host"]:
                 with suppress(OSError):  # frozen, so that no other signal would end it
                     os.kill(peer["pid"], signal.SIGKILL)
-        return f"{names} did not answer for {limit:.0f} s: frozen, or its node or network is lost."
+        return self.verdict
 
     def _hang(self) -> str | None:
         if self._own["stage"] != "training":
