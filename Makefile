@@ -32,6 +32,7 @@ run: .venv/train.stamp ## Estimate and recommend for the 1M-token preset, then t
 	$(LCPLAN) run --preset smoke --output-dir runs/smoke
 
 test: .venv/test.stamp lint ## Lint, types, tests, and the formulas against every measured row
+	bash tools/test_services.sh
 	.venv/bin/python -m pytest -n 2 --cov=lcplan.estimators --cov=lcplan.ledger --cov-branch --cov-fail-under=100 --cov-report=
 	$(LCPLAN) check --tolerance 1%
 

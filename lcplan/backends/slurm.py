@@ -105,6 +105,7 @@ PORT=$((20000 + SLURM_JOB_ID % 20000))
 export ADDRESS PORT
 
 # Before the allocation ends, and on preemption: save at the end of the step, then queue again.
+rm -f stop result.json
 trap 'touch stop' TERM
 
 # --resume starts from the beginning where there is no whole checkpoint.
@@ -116,7 +117,8 @@ while kill -0 "$STEP" 2>/dev/null; do
 done
 
 # The job's own code: launchers turn every failure into 1.
-RESULT=$({python} -c 'import json; print(json.load(open("result.json"))["exit_code"])' 2>/dev/null) && CODE=$RESULT
+RESULT=$({python} -c 'import json; print(json.load(open("result.json"))["exit_code"])' 2>/dev/null)
+CODE=${{RESULT:-$CODE}}
 rm -f stop
 if [ "$CODE" -eq {stopped} ]; then
     echo "stopped with a checkpoint; queueing again"

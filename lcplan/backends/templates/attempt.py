@@ -183,8 +183,7 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
     attempt.guard.stop()
     if attempt.rank == 0:
         journal.finish(folder)
-        if error is None:
-            (folder / STOP_FILE).unlink(missing_ok=True)
+        (folder / STOP_FILE).unlink(missing_ok=True)
     if exit_code in (0, EXIT_STOPPED) and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     elif exit_code not in (0, EXIT_STOPPED) and attempt.guard.world_size > 1:

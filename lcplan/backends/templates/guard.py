@@ -74,7 +74,6 @@ class Guard:
         """Take the signals and start watching."""
         with suppress(ValueError):  # not the main thread, as in a test
             signal.signal(signal.SIGTERM, self._on_signal)
-        (self.folder / STOP_FILE).unlink(missing_ok=True)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def join_group(self) -> None:
