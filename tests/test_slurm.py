@@ -171,6 +171,7 @@ SelectType=select/cons_tres
 ReturnToService=2
 KillWait=5
 RequeueExit=99
+SchedulerParameters=sched_interval=1,bf_interval=1
 GresTypes=gpu
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
@@ -277,13 +278,14 @@ def test_two_nodes_train_together_and_a_preempted_job_queues_again_and_resumes(
     assert first["world_size"] == 2
     document = json.loads((folder / "plan.json").read_text())
 
-    def ended() -> bool:
-        state = ask("scontrol", "show", "job", number)
-        if "JobState=PENDING" in state:  # Slurm holds a job back for two minutes
-            ask("scontrol", "update", f"JobId={number}", "StartTime=now")
-        return "JobState=COMPLETED" in state
+    def state() -> str:
+        return ask("scontrol", "show", "job", number)
 
-    poll("end", ended, ENDS_WITHIN_S, lambda: log_of(folder))
+    # Slurm holds a job that queues again back for two minutes; asked more than once, it never starts
+    poll("queue", lambda: "JobState=PENDING Reason=BeginTime" in state(), 60, state)
+    ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+    poll("end", lambda: "JobState=COMPLETED" in state(), ENDS_WITHIN_S, lambda: log_of(folder))
     result = json.loads((folder / "result.json").read_text())
     assert (result["exit_code"], result["error"], result["world_size"]) == (0, None, 2), log_of(folder)
     assert [step["step"] for step in result["steps"]] == list(range(1, document["training"]["max_steps"] + 1))
