@@ -188,8 +188,9 @@ def stream(
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if show is not None and job.stdout is not None:
-            for line in job.stdout:
-                show(line.rstrip("\n"))
+            with job.stdout:
+                for line in job.stdout:
+                    show(line.rstrip("\n"))
         code = job.wait()
     finally:
         for timer in last_resort:

@@ -42,7 +42,7 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
         found = _files(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not sizes or any(found.get(name) != size for name, size in sizes.items()):
+    if not isinstance(sizes, dict) or not sizes or any(found.get(name) != size for name, size in sizes.items()):
         return None
     return dict(content)
 
