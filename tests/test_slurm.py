@@ -285,7 +285,10 @@ def test_two_nodes_train_together_and_a_preempted_job_queues_again_and_resumes(
     poll("queue", lambda: "JobState=PENDING Reason=BeginTime" in state(), 60, state)
     ask("scontrol", "update", f"JobId={number}", "StartTime=now")
 
-    poll("end", lambda: "JobState=COMPLETED" in state(), ENDS_WITHIN_S, lambda: log_of(folder))
+    def outcome() -> str:
+        return log_of(folder) + state() + (cluster / "slurmctld.log").read_text()[-3000:]
+
+    poll("end", lambda: "JobState=COMPLETED" in state(), ENDS_WITHIN_S, outcome)
     result = json.loads((folder / "result.json").read_text())
     assert (result["exit_code"], result["error"], result["world_size"]) == (0, None, 2), log_of(folder)
     assert [step["step"] for step in result["steps"]] == list(range(1, document["training"]["max_steps"] + 1))

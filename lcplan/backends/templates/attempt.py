@@ -184,9 +184,12 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
     if attempt.rank == 0:
         journal.finish(folder)
         (folder / STOP_FILE).unlink(missing_ok=True)
-    if exit_code in (0, EXIT_STOPPED) and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    elif exit_code not in (0, EXIT_STOPPED) and attempt.guard.world_size > 1:
+    if exit_code in (0, EXIT_STOPPED):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        # torchrun would call it a failure of whoever ends first, and end the others
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else exit_code
+    if attempt.guard.world_size > 1:
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(exit_code)  # leaving the group in order would wait for ranks that wait for this one
