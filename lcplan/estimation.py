@@ -143,7 +143,7 @@ def make_report(
     spec: ModelSpec,
     plan: TrainPlan,
     gpu: GpuSpec,
-    method: Literal["formula", "trace", "probe"],
+    method: Literal["formula", "trace", "probe", "run"],
     phases: dict[str, Alive],
     rank: int,
     assumptions: tuple[str, ...],

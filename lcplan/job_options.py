@@ -62,5 +62,9 @@ class TrainingOptions(Record):
     save_strategy: Literal["no", "steps", "epoch"] = "no"
     """When to write a checkpoint to resume from."""
     save_steps: int = Field(default=500, gt=0)
+    save_total_limit: int | None = Field(default=2, gt=1)
+    """Newest checkpoints that stay; at least two, so that one is whole while another is written. None keeps all."""
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """A step that takes longer ends the job; None: ten times the slowest so far, at least ten minutes."""
     save_model: bool = True
     """Write the trained model at the end."""

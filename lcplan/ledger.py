@@ -195,7 +195,7 @@ class MemoryReport(Record):
 
     schema_version: int = SCHEMA_VERSION
     lcplan_version: str
-    method: Literal["formula", "trace", "probe"]
+    method: Literal["formula", "trace", "probe", "run"]
     model: ModelSummary
     plan: dict[str, Any]
     gpu: GpuSummary
@@ -224,7 +224,7 @@ class MemoryReport(Record):
     """Why there is no step time."""
     token_budget: TokenBudget | None = None
     compared: tuple[Compared, ...] = ()
-    """The formulas' numbers beside the measured ones (probe)."""
+    """The formulas' numbers beside the measured ones (probe, run)."""
     warnings: tuple[PlanWarning, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

@@ -228,7 +228,7 @@ def run_probe(job: JobSpec, folder: Path, *, rank: int, capacity_bytes: int | No
     Raises:
         EnvironmentProblem: when this machine has no CUDA GPU or lacks the train extra.
     """
-    launch.check_packages()
+    launch.check_packages(job.plan)
     if not launch.visible_gpus():
         raise EnvironmentProblem(
             "no-gpu", "a probe needs one CUDA GPU, and none is visible. Use --method trace: it needs no GPU."

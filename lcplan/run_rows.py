@@ -15,7 +15,7 @@ from lcplan.errors import InputError, ModelError, PlanError
 from lcplan.model_spec import ModelSpec
 
 R = TypeVar("R", bound=Record)
-RESULT_FILE, PLAN_FILE = "result.json", "plan.json"
+RESULT_FILE, PLAN_FILE, REPORT_FILE = "result.json", "plan.json", "report.json"
 MAX_BYTES = 50 * 10**6
 """A result.json of 100,000 steps is smaller."""
 STEADY_FROM = 2
@@ -38,6 +38,8 @@ class RunResult(Record):
     peak_allocated_bytes_per_rank: tuple[int | None, ...] = ()
     peak_reserved_bytes_per_rank: tuple[int | None, ...] = ()
     pinned_peak_bytes_per_rank: tuple[int | None, ...] = ()
+    phases_per_rank: tuple[dict[str, int], ...] = ()
+    resident_per_rank: tuple[dict[str, int], ...] = ()
     device_used_bytes: int | None = None
     world_size: int = 0
     steps: tuple[_Step, ...] = ()
@@ -67,6 +69,8 @@ def read_run(path: Path) -> MeasuredRow:
         InputError: where it holds none: not JSON, a run that failed or ran on a CPU, a plan that cannot be read.
     """
     file = path / RESULT_FILE if path.is_dir() else path
+    if file.name == REPORT_FILE:  # it says what was predicted; what was measured is beside it
+        file = file.with_name(RESULT_FILE)
     content = _read_object(file)
     if "measured" in content:
         row = parse_row(json.dumps({**content, "id": UNNAMED}), where=str(file))
@@ -202,6 +206,10 @@ def _measured(result: RunResult, rank: int) -> dict[str, Any]:
             values[name] = per_rank[rank]
     if result.device_used_bytes is not None:
         values["device_used_bytes"] = result.device_used_bytes
+    if rank < len(result.phases_per_rank) and result.phases_per_rank[rank]:
+        values["phases"] = result.phases_per_rank[rank]
+    if rank < len(result.resident_per_rank) and "before_step" in result.resident_per_rank[rank]:
+        values["resident_before_step_bytes"] = result.resident_per_rank[rank]["before_step"]
     values["step_s"] = statistics.median(step.step_s for step in result.steps[1:])
     return values
 

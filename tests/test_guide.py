@@ -89,6 +89,7 @@ REASONS = {
     "learning_rate": "the preset's own; the guide keeps TRL's default",
     "max_steps": "the preset trains for a number of steps, the guide for three epochs of four rows",
     "num_train_epochs": "as max_steps",
+    "save_total_limit": "checkpoints to resume from, where the plan saves any",
     "ddp_timeout": "rank 0 tokenizes for all",
     "disable_tqdm": "the job prints its own lines",
 }

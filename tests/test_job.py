@@ -12,9 +12,11 @@ import pytest
 import yaml
 from jobs import ROOT, contents, fsdp2_job, run_python, small_job
 
+from lcplan import machine
 from lcplan.backends import job, launch
 from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.backends.job import ModelSource, render_job
+from lcplan.doctor import GpuFact, MachineFacts
 from lcplan.errors import EnvironmentProblem, LcplanError, PlanError
 from lcplan.job_options import DataSource, TokenizerSource
 from lcplan.job_run import run_job
@@ -118,6 +120,8 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
 
 # --- what a job refuses
 
+GPU = GpuFact(name="A", total_bytes=80 << 30, free_bytes=79 << 30)
+
 
 @pytest.mark.parametrize(
     ("plan", "device", "code", "fix"),
@@ -161,9 +165,7 @@ def test_a_job_that_cannot_be_generated_is_refused(tmp_path, plan, device, code,
 def try_run(folder, *, device="cpu", **plan):
     smoke = load_preset("smoke")
     assert smoke.config is not None
-    model = ModelSpec.model_construct(
-        id="m", model_type="qwen3", vocab_size=1024, max_position_embeddings=1024, config=smoke.config
-    )
+    model = ModelSpec.from_config(smoke.config, "m")
     return run_job(
         model=model, plan=TrainPlan(**{**smoke.plan, **plan}), rope=None, prediction=None, data=smoke.data,
         output_dir=folder, init="random", device=device, training=smoke.training,
@@ -174,16 +176,16 @@ def try_run(folder, *, device="cpu", **plan):
     ("setup", "given", "code", "fix"),
     [
         ({"versions": {}}, {}, "missing-extra", "pip install 'lcplan[train]'"),
-        ({"versions": {"trl": "1.15.0"}}, {"loss": "full"}, "loss-full-unavailable", "--loss chunked"),
-        ({"gpus": []}, {"device": "gpu"}, "no-gpu", "--dry-run"),
+        ({"trl": "1.15.0"}, {"loss": "full"}, "loss-full-unavailable", "--loss chunked"),
+        ({"gpus": ()}, {"device": "gpu"}, "no-gpu", "--dry-run"),
         (
-            {"gpus": ["A"]},
+            {"gpus": (GPU,)},
             {"device": "gpu", "backend": "fsdp2", "num_gpus": 2, "cp_size": 2, "gpus_per_node": 2},
             "too-few-gpus",
             "1 GPU(s) are visible: A",
         ),
         (
-            {"gpus": ["A"] * 8},
+            {"gpus": (GPU,) * 8},
             {"device": "gpu", "backend": "fsdp2", "num_gpus": 16, "cp_size": 16, "gpus_per_node": 8},
             "several-nodes",
             "2 nodes",
@@ -193,9 +195,13 @@ def try_run(folder, *, device="cpu", **plan):
 def test_a_machine_that_cannot_run_the_job_is_told_so_and_nothing_is_written(
     tmp_path, monkeypatch, setup, given, code, fix
 ):
-    everything = dict.fromkeys(launch.TRAIN_PACKAGES, "1.14.0")
-    monkeypatch.setattr(launch, "installed_versions", lambda: setup.get("versions", everything))
-    monkeypatch.setattr(launch, "visible_gpus", lambda: setup.get("gpus", []))
+    facts = MachineFacts(
+        python=(3, 11),
+        versions=setup.get("versions", dict.fromkeys(launch.TRAIN_PACKAGES, "99.0")),
+        gpus=setup.get("gpus", ()),
+    )
+    monkeypatch.setattr(launch, "installed_versions", lambda: {"trl": setup.get("trl", "1.14.0")})
+    monkeypatch.setattr(machine, "collect", lambda *args, **kwargs: facts)
     with pytest.raises(LcplanError) as caught:
         try_run(tmp_path / "job", **given)
     assert caught.value.code == code
@@ -218,7 +224,7 @@ def test_full_logits_end_with_trl_1_14(version, refused):
 
 def test_a_plan_that_does_not_fit_needs_force(tmp_path, capsys):
     smoke = load_preset("smoke")
-    model = ModelSpec.model_construct(id="m", vocab_size=1024, max_position_embeddings=1024, config=smoke.config)
+    model = ModelSpec.from_config(smoke.config, "m")
     settings = {
         "model": model, "plan": TrainPlan(**smoke.plan), "rope": None, "prediction": None, "data": smoke.data,
         "output_dir": tmp_path / "job", "init": "random", "refusal": "too big.", "dry_run": True,

@@ -84,7 +84,11 @@ def test_the_loss_falls_and_the_result_says_so(smoke):
     assert result["data"]["num_rows"] == 40 * 8
     assert set(result["versions"]) == {"torch", "transformers", "accelerate", "trl", "datasets"}
     events = [json.loads(line) for line in (smoke.folder / "events.jsonl").read_text().splitlines()]
-    assert events == result["steps"]
+    steps = [event for event in events if event["event"] == "step"]
+    assert [{key: event[key] for key in result["steps"][0]} for event in steps] == result["steps"]
+    others = [event.get("phase", event["event"]) for event in events if event["event"] != "step"]
+    assert others == ["start", "tokenizing", "loading", "training", "first_step", "saving", "end"]
+    assert not (smoke.folder / ".reserve").exists()
 
 
 def test_the_closing_note(smoke):

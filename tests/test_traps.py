@@ -204,12 +204,12 @@ def test_safe_rope_set_late(tmp_path: Path) -> None:
 @pytest.mark.train
 def test_safe_first_loss() -> None:
     code = (
-        "from measure import first_loss_warning as w;"
-        "print([w(10.6, pretrained=True) is not None, w(4.4, pretrained=True), w(10.6, pretrained=False)])"
+        "from first_step import first_loss as f;"
+        "print([f(loss, pretrained=known, vocab_size=151936).as_planned"
+        " for loss, known in ((10.6, True), (4.4, True), (11.9, False), (float('nan'), False))])"
     )
     done = run_python("-c", code, cwd=Path(str(TEMPLATES)))
-    assert done.stdout.strip() == "[True, None, None]", done.stderr[-500:]
-    assert "first_loss_warning(" in script("measure.py").partition("def on_log")[2]
+    assert done.stdout.strip() == "[False, True, True, False]", done.stderr[-500:]
 
 
 def test_safe_offload_by_version() -> None:
@@ -269,9 +269,10 @@ def test_safe_host_states() -> None:
 def test_pinned_memory_that_ran_out_is_named(tmp_path: Path) -> None:
     render_job(small_job(), tmp_path / "job")
     code = (
-        "import train; plan = train.JOB['plan'];"
-        "e = RuntimeError('CUDA error: out of memory');"
-        "print(train.explain(e, plan | {'offload_activations': True})); print(train.explain(e, plan))"
+        "import causes, train; plan = train.JOB['plan'] | {'offload_activations': True};"
+        "e = RuntimeError('CUDA error: out of memory'); gib = 2**30;"
+        "print(causes.explain(e, plan, causes.Facts(free_gpu_bytes=70 * gib, total_gpu_bytes=80 * gib)));"
+        "print(causes.explain(e, plan, causes.Facts(free_gpu_bytes=1 * gib, total_gpu_bytes=80 * gib)))"
     )
     done = run_python("-c", code, cwd=tmp_path / "job")
     lines = done.stdout.splitlines()

@@ -3,6 +3,7 @@
 packages=(
     chromium # tests of the pages in a real browser
     fish zsh # tests of the completion in these shells
+    slurm-wlm munge # a real Slurm for the launcher's tests
 )
 missing=()
 for package in "${packages[@]}"; do

@@ -30,8 +30,9 @@ COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py
 """Starts the job from inside its folder."""
 SCRIPTS = (
     "train.py", "probe.py", "arguments.py", "model.py", "data.py", "rows.py", "tokenization.py", "checks.py",
-    "measure.py",
+    "measure.py", "attempt.py", "guard.py", "causes.py", "checkpoints.py", "first_step.py", "journal.py",
 )  # fmt: skip
+BITSANDBYTES_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 TEMPLATES = files("lcplan.backends") / "templates"
 RESULT_FILE = "result.json"
 
@@ -69,16 +70,15 @@ def plan_document(job: JobSpec) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **job.model_dump(mode="json")}
 
 
-def packages(plan: TrainPlan) -> tuple[tuple[str, str], ...]:
-    """What a plan needs beside the train extra: the package, and lcplan's extra that brings it."""
-    eight_bit = plan.optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+def packages(plan: TrainPlan) -> tuple[str, ...]:
+    """What a plan needs beside the train extra."""
     needed = {
-        ("peft", "peft"): plan.lora_r is not None,
-        ("bitsandbytes", "quantize"): plan.quantize != "none" or eight_bit,
-        ("deepspeed", "deepspeed"): plan.backend == "deepspeed",
-        ("torchao", "torchao"): plan.optim == "adamw_torch_8bit",
+        "peft": plan.lora_r is not None,
+        "bitsandbytes": plan.quantize != "none" or plan.optim in BITSANDBYTES_OPTIMIZERS,
+        "deepspeed": plan.backend == "deepspeed",
+        "torchao": plan.optim == "adamw_torch_8bit",
     }
-    return tuple(names for names, is_needed in needed.items() if is_needed)
+    return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
 def accelerate_config(job: JobSpec) -> dict[str, Any]:

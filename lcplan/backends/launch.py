@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from types import FrameType
+from typing import Any
 
 from lcplan.backends.job import COMMAND, JobSpec, packages
+from lcplan.doctor import TRAIN_PACKAGES, extras_of
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.job_options import Device
 from lcplan.train_plan import TrainPlan
 from lcplan.units import ceil_div
 
-TRAIN_PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
 LAST_TRL_WITH_FULL_LOGITS = (1, 14)
 """trl/trainer/sft_config.py: from 1.15 on ``nll`` is the chunked head and none computes all logits."""
+STOP_FILE = "stop"
+"""As the job's own guard.py reads it."""
+GRACE_S = 20.0
+"""A job that was told to end and has not after so long is killed."""
 STDERR = 2
 """The job's own output goes where lcplan's progress goes; stdout is kept for the result."""
 
@@ -37,17 +45,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_packages(plan: TrainPlan | None = None) -> None:
+def check_packages(plan: TrainPlan) -> None:
     """Refuse to train without the train extra, and without what the plan needs on top."""
-    found = installed_versions()
-    needed = dict.fromkeys((name for name in TRAIN_PACKAGES if name not in found), "train")
-    needed |= {name: extra for name, extra in packages(plan) if _version(name) is None} if plan is not None else {}
-    if needed:
-        extras = ",".join(dict.fromkeys(needed.values()))
+    missing = [name for name in (*TRAIN_PACKAGES, *packages(plan)) if _version(name) is None]
+    if missing:
+        one = len(missing) == 1
         raise EnvironmentProblem(
             "missing-extra",
-            f"{', '.join(needed)} {'is' if len(needed) == 1 else 'are'} not installed, and this job needs "
-            f"{'it' if len(needed) == 1 else 'them'}. Install the extra: pip install 'lcplan[{extras}]'",
+            f"{', '.join(missing)} {'is' if one else 'are'} not installed, and this job needs "
+            f"{'it' if one else 'them'}. Install the extra: pip install 'lcplan[{extras_of(missing)}]'",
         )
 
 
@@ -119,25 +125,78 @@ def job_environment(device: Device, *, offline: bool) -> dict[str, str]:
     return {**added, **os.environ}
 
 
-def launch(folder: Path, environment: dict[str, str]) -> int:
-    """Run the job in its folder and return its exit code; what it prints goes to stderr, signals reach it."""
-    return stream([sys.executable, "-m", "accelerate.commands.launch", *COMMAND[2:]], folder, environment)
+def launch(
+    folder: Path,
+    environment: dict[str, str],
+    *,
+    num_processes: int = 1,
+    resume: bool = False,
+    saves: bool = False,
+    show: Callable[[str], None] | None = None,
+) -> int:
+    """Run the job in its folder and return the launcher's exit code; see ``stream`` for the rest."""
+    # another job on this machine may have accelerate's own choice of port
+    port = ["--main_process_port", str(free_port())] if num_processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *COMMAND[2:4], *port, *COMMAND[4:]]
+    stop_file = folder / STOP_FILE if saves else None
+    return stream([*command, *(["--resume"] if resume else [])], folder, environment, stop_file=stop_file, show=show)
 
 
-def stream(command: list[str], folder: Path, environment: dict[str, str]) -> int:
-    """Run one command; 128 + the signal's number where a signal ended it, as shells count."""
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def stream(
+    command: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    *,
+    stop_file: Path | None = None,
+    show: Callable[[str], None] | None = None,
+) -> int:
+    """Run one command; 128 + the signal's number where a signal ended it, as shells count.
+
+    SIGINT and SIGTERM are passed on, and what has not ended after GRACE_S is killed. Where there is a ``stop_file`` the
+    first SIGTERM writes it instead: the job saves a checkpoint at the end of its step. What the command prints goes to
+    stderr, or line by line to ``show``.
+    """
     sys.stderr.flush()
+    output: dict[str, Any] = {"stdout": STDERR} if show is None else {"stdout": PIPE, "stderr": STDOUT, "text": True}
     # A session of its own, so that a signal reaches launcher and workers once, by us.
-    job = subprocess.Popen(command, cwd=folder, env=environment, stdout=STDERR, start_new_session=True)
+    job = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **output)
+    last_resort: list[threading.Timer] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+    def end(number: int) -> None:
         if job.poll() is None:
             os.killpg(job.pid, number)
 
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and stop_file is not None and not stop_file.exists():
+            try:
+                stop_file.touch()
+                os.write(STDERR, b"SIGTERM: the job saves a checkpoint at the end of its step; again ends it now.\n")
+                return
+            except OSError:
+                pass  # a full disk takes no checkpoint either
+        end(number)
+        if not last_resort:
+            last_resort.append(threading.Timer(GRACE_S, end, (signal.SIGKILL,)))
+            last_resort[0].daemon = True
+            last_resort[0].start()
+
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        if show is not None and job.stdout is not None:
+            with job.stdout:
+                for line in job.stdout:
+                    show(line.rstrip("\n"))
         code = job.wait()
     finally:
+        for timer in last_resort:
+            timer.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -46,8 +46,24 @@ def command(
     output_dir: Annotated[Path | None, typer.Option(help="New folder for the job and its results.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder, start nothing.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start a plan that does not fit; write into a folder in use.")
+        bool,
+        typer.Option(
+            "--force", help="Start a plan that does not fit, or what doctor calls red; write into a folder in use."
+        ),
     ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Continue the job of this folder from its newest checkpoint.")
+    ] = None,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="local, slurm (submits job.sbatch), or print (the command of each node).",
+            autocompletion=completion.one_of("local", "slurm", "print"),
+        ),
+    ] = "local",
+    slurm: Annotated[
+        list[str] | None, typer.Option(help="An option of sbatch, such as partition=long; may be given several times.")
+    ] = None,
     init: Annotated[
         str | None,
         typer.Option(help="pretrained or random weights.", autocompletion=completion.one_of("pretrained", "random")),
@@ -72,18 +88,38 @@ def command(
     rank: Annotated[int | None, typer.Option(help="Rank that the probe stands for.")] = None,
     capacity: Annotated[str | None, typer.Option(help="Memory of another GPU that the probe must not exceed.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Write the trained model.")] = True,
+    save_steps: Annotated[
+        int | None, typer.Option(help="Write a checkpoint to resume from every so many steps.")
+    ] = None,
     units: UnitsOption = "GiB",
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Generate the TRL job of a plan and start it. Exit 1 if it would not fit, else the job's own code.
 
+    75 is a job that was stopped on request and can be resumed.
+
     Example: lcplan run --preset smoke --output-dir runs/smoke
     """
+    from lcplan.backends.slurm import parse_options
     from lcplan.cli.output import check_choice, check_units
     from lcplan.job_options import DataFormat
-    from lcplan.job_run import run_job
+    from lcplan.job_run import resume_job, run_job
 
     size_units = check_units(units)
+    if resume is not None:
+        others = {"MODEL": model, "--preset": preset, "--config": config, "--data": data, "--output-dir": output_dir}
+        named = [name for name, value in others.items() if value] + [f"--{name.replace('_', '-')}" for name in given]
+        if named or probe or dry_run or launcher != "local":
+            raise InputError(
+                "resume-alone",
+                f"--resume takes everything from the job's folder{': leave out ' + ', '.join(named) if named else ''}. "
+                "Only --force and --units go with it.",
+            )
+        raise typer.Exit(resume_job(resume, force=force, units=size_units))
+    check_choice("--launcher", launcher, ("local", "slurm", "print"))
+    slurm_options = parse_options(slurm or [])
+    if slurm_options and launcher != "slurm":
+        raise InputError("slurm-only", "--slurm goes with --launcher slurm. Add it, or leave --slurm out.")
     base = read_base(model, preset, config)
     chosen_init = init or (base.init if base else "pretrained")
     check_choice("--init", chosen_init, ("pretrained", "random"))
@@ -91,7 +127,9 @@ def command(
         raise InputError("no-output-dir", "No folder is named for the job. Add --output-dir FOLDER.")
     if not probe and (rank is not None or capacity is not None):
         raise InputError("probe-only", "--rank and --capacity are of a probe. Add --probe, or leave them out.")
-    options = {
+    if probe and launcher != "local":
+        raise InputError("probe-only", f"--probe runs here, not with --launcher {launcher}. Leave one of them out.")
+    options: dict[str, Any] = {
         "max_steps": max_steps,
         "learning_rate": learning_rate,
         "seed": seed,
@@ -100,6 +138,8 @@ def command(
         "assistant_only_loss": assistant_only_loss,
         "eval_rows": eval_rows,
         "eval_steps": eval_steps,
+        "save_steps": save_steps,
+        "save_strategy": None if save_steps is None else "steps",
     }
     check_choice("--data-format", data_format, get_args(DataFormat))
     where = {"text_column": text_column, "format": data_format, "split": split, "config": data_config}
@@ -109,7 +149,9 @@ def command(
         "device": base.device if base else "gpu",
         "tokenizer_vocab_size": base.tokenizer.vocab_size if base and base.tokenizer else None,
     }
-    planned = _plan(model, preset, config, given, base, trust_remote_code=trust_remote_code)
+    planned = _plan(
+        model, preset, config, given, base, settings["training"], launcher, trust_remote_code=trust_remote_code
+    )
     code = run_job(
         **planned,
         **settings,
@@ -117,6 +159,8 @@ def command(
         init=cast("Any", chosen_init),
         revision=revision,
         tokenizer=tokenizer or (base.tokenizer.id if base and base.tokenizer else None),
+        launcher=cast("Any", launcher),
+        slurm_options=slurm_options,
         dry_run=dry_run,
         force=force,
         probe=probe,
@@ -133,11 +177,14 @@ def _plan(
     config: list[Path] | None,
     given: dict[str, Any],
     base: Base | None,
+    training: Any,
+    launcher: str,
     *,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """What the plan says of the job: model, rotary scaling, prediction, and whether it fits."""
+    """What the plan says of the job: model, rotary scaling, prediction, what it needs, and whether it fits."""
     from lcplan.estimation import estimate
+    from lcplan.preflight import need_of, refusal_of
     from lcplan.rope import resolve_rope
     from lcplan.train_plan import resolve
     from lcplan.units import format_bytes
@@ -151,10 +198,6 @@ def _plan(
     report = estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
     needed, there = format_bytes(report.device_peak_bytes), format_bytes(report.gpu.usable_bytes)
     print(f"Planned: {needed} of {there} on a {report.gpu.id}.", file=sys.stderr)  # noqa: T201
-    refusal = (
-        f"the plan needs {needed} on a {report.gpu.id} and {there} are usable. `lcplan recommend` says what would "
-        "make it fit."
-    )
     prediction = {
         "peak_allocated_bytes": report.peak_allocated_bytes,
         "device_peak_bytes": report.device_peak_bytes,
@@ -166,7 +209,9 @@ def _plan(
         "rope": report.rope,
         "prediction": prediction,
         "stack": report.stack,
-        "refusal": None if report.fits else refusal,
+        "step_time_s": report.step_time_s,
+        "need": need_of(job.spec, job.plan, report, training, launcher=cast("Any", launcher)),
+        "refusal": refusal_of(report),
     }
 
 

@@ -46,6 +46,7 @@ def sft_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "seed": training["seed"],
         "save_strategy": training["save_strategy"],
         "save_steps": training["save_steps"],
+        "save_total_limit": training["save_total_limit"],
         "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,

@@ -63,6 +63,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 os.environ.update(launcher_environment(ARGUMENTS.rank))
 
+import journal
 import measure
 import torch
 from arguments import length_multiple, ranks_per_sequence, row_length, rows_per_step, sft_arguments
@@ -100,23 +101,14 @@ class PhaseRecorder(TrainerCallback):
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available() and JOB["device"] == "gpu"
-        self.phases: dict[str, int] = {}
-        self.resident: dict[str, int] = {}
+        self.parts = measure.PhasePeaks(on_gpu=self.cuda)
         self.step_s: float | None = None
         self.loss: float | None = None
         self._started = 0.0
-        self._forward_is_over = False
 
     def watch(self, model: torch.nn.Module) -> None:
         """Tell the end of the forward pass from the model itself."""
-        model.register_forward_hook(lambda *_: self._mark("forward"))
-
-    def _mark(self, phase: str) -> None:
-        if not self.cuda:
-            return
-        torch.cuda.synchronize()
-        self.phases[phase] = max(self.phases.get(phase, 0), torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
+        model.register_forward_hook(lambda *_: self.parts.mark("forward"))
 
     def on_step_begin(
         self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_kwargs: Any
@@ -125,49 +117,23 @@ class PhaseRecorder(TrainerCallback):
         plan = JOB["plan"]
         tokens = row_lengths(plan)[state.global_step] // ranks_per_sequence(plan)
         watch_first_sequence(model, plan["per_device_train_batch_size"], tokens)
-        if self.cuda:
-            torch.cuda.synchronize()
-            self.phases.clear()
-            self.resident = {
-                "before_step": torch.cuda.memory_allocated(),
-                "parameters": local_bytes(model.parameters()),
-                "optimizer_states": local_bytes(states_of(optimizer)),
-            }
-            torch.cuda.reset_peak_memory_stats()
+        self.parts.begin(model, optimizer)
         self._started = time.perf_counter()
 
     def on_pre_optimizer_step(self, *_args: Any, model: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer when all gradients are there."""
-        self._mark("backward")
-        if self.cuda:
-            self.resident["gradients"] = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        self.parts.mark("backward")
+        self.parts.gradients(model)
 
     def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
         """Called by the trainer after the optimizer."""
-        self._mark("optimizer_step")
+        self.parts.mark("optimizer_step")
         self.step_s = time.perf_counter() - self._started
 
     def on_log(self, *_args: Any, logs: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer after each step."""
         if "loss" in (logs or {}):
             self.loss = float(logs["loss"])
-
-
-def states_of(optimizer: Any) -> Any:
-    """Every tensor that the optimizer keeps."""
-    kept = getattr(optimizer, "optimizer", optimizer).state.values()
-    return (value for state in kept for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def local_bytes(tensors: Any) -> int:
-    """Bytes on the GPU, of a sharded tensor this rank's; shared memory counts once."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type == "cuda":
-            storage = local.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
 
 
 def row_lengths(plan: dict[str, Any]) -> tuple[int, int]:
@@ -251,9 +217,9 @@ def main(job: dict[str, Any]) -> int:
     if error is not None:
         print(f"Error: {error}", file=sys.stderr, flush=True)
     measured = {
-        "peak_allocated_bytes": max(recorder.phases.values(), default=None),
-        "phases": recorder.phases,
-        "resident": recorder.resident,
+        "peak_allocated_bytes": max(recorder.parts.phases.values(), default=None),
+        "phases": recorder.parts.phases,
+        "resident": recorder.parts.resident,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if recorder.cuda else None,
         "pinned_peak_bytes": measure.pinned_peak_bytes() if recorder.cuda else None,
         "device_used_bytes": measure.device_used_bytes() if recorder.cuda else None,
@@ -270,7 +236,7 @@ def main(job: dict[str, Any]) -> int:
         **measured,
         **measure.environment(),
     }
-    measure.write_result(HERE / RESULT_FILE, content)
+    journal.write_result(HERE / RESULT_FILE, content)
     return exit_code
 
 

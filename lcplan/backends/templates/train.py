@@ -1,10 +1,13 @@
 """Fine-tune the model that plan.json describes with TRL's SFTTrainer, and measure it.
 
-    accelerate launch --config_file accelerate.yaml train.py
+    accelerate launch --config_file accelerate.yaml train.py [--resume]
 
 Every choice is in plan.json, beside this file; lcplan is not needed. events.jsonl says how it is going,
-result.json how it went. Exit code: 0 done; 1 the run failed, for one out of memory; 2 the data, the plan or
-the versions installed do not go together.
+result.json how it went. --resume continues from the newest whole checkpoint, or starts where there is none. A file
+named ``stop`` in this folder, or SIGTERM, ends the run after its step with a checkpoint, if the plan saves any.
+Exit code: 0 done; 1 the run failed, for one out of memory; 2 the data, the plan or the versions installed do not go
+together; 75 stopped on request, with a checkpoint (with several ranks only result.json says so); 130 and 143 ended at
+once by Ctrl-C or SIGTERM.
 """
 # ruff: noqa: E402  (the environment has to be set before torch is imported)
 
@@ -14,7 +17,6 @@ import json
 import math
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +25,12 @@ JOB = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that looks at one layer announces itself
 if JOB["plan"]["backend"] == "single":
     # With several GPUs in sight and one process, the trainer would fall back to DataParallel.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
+import attempt
 import measure
 import torch
 from accelerate import PartialState
@@ -40,7 +44,7 @@ from arguments import (
     sft_arguments,
 )
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
-from data import DataError, describe
+from data import describe
 from datasets import Dataset
 from model import build_model, load_config, lora_config
 from rows import RowShape, load_rows, make_rows
@@ -124,28 +128,33 @@ def make_trainer(
     return trainer
 
 
-def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
+def run(job: dict[str, Any], current: attempt.Attempt) -> dict[str, Any]:
     """Train, save, and return the content of result.json."""
     if job["device"] == "gpu" and not torch.cuda.is_available():
         raise JobError("this PyTorch sees no CUDA GPU, and the plan needs one.")
     args = SFTConfig(**sft_arguments(job))  # also joins the process group
     state = PartialState()
+    current.enter("tokenizing")
     config = load_config(job)
     data = load_data(job, config.get_text_config().vocab_size, state)
+    current.enter("loading")
     set_seed(job["training"]["seed"])
     model = build_model(job, config, state.device, empty=not state.is_main_process)
     plan = job["plan"]
     shards = ShardCheck(plan)
-    trainer = make_trainer(job, args, model, data, [recorder, shards])
+    trainer = make_trainer(job, args, model, data, [*current.callbacks(data.train), shards])
     sequence = watch_first_sequence(
         trainer.model,
         plan["per_device_train_batch_size"],
         row_length(plan) // ranks_per_sequence(plan),
         exact="labels" not in data.train.column_names,
     )
-    trainer.train()
-    peaks = measure.gather_ranks(recorder.summary())
-    saved = save_model(trainer, HERE / "final_model") if job["training"]["save_model"] else None
+    current.enter("training")
+    trainer.train(resume_from_checkpoint=current.checkpoint and str(current.checkpoint))
+    current.enter("saving")
+    peaks = measure.gather_ranks(current.recorder.summary())
+    saves_model = job["training"]["save_model"] and current.stopped is None
+    saved = save_model(trainer, HERE / "final_model") if saves_model else None
     return {
         **peaks,
         "saved_model_dir": saved,
@@ -159,45 +168,10 @@ def run(job: dict[str, Any], recorder: measure.StepRecorder) -> dict[str, Any]:
     }
 
 
-def explain(problem: Exception, plan: dict[str, Any]) -> str:
-    """A failure in words; CUDA says "out of memory" as well where pinned host memory has run out."""
-    text = f"{type(problem).__name__}: {problem}"
-    offloads = plan["offload_activations"] or plan["activation_offloading"] or plan["offload_params"]
-    if offloads and "out of memory" in text.lower():
-        text += (
-            " - with an offload this is likely pinned host memory, which has limits of its own: see free and ulimit -l."
-        )
-    return text
-
-
 def main(job: dict[str, Any]) -> int:
     """Run the job, write result.json whatever happens, and return the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        for name in ("result.json", "events.jsonl"):
-            (HERE / name).unlink(missing_ok=True)
-    plan = job["plan"]
-    tokens = rows_per_step(plan) * row_length(plan)
-    pretrained = job["model"]["init"] == "pretrained"
-    recorder = measure.StepRecorder(HERE, tokens_per_step=tokens, on_gpu=job["device"] == "gpu", pretrained=pretrained)
-    exit_code, error, result = 0, None, {}
-    try:
-        result = run(job, recorder)
-    except (JobError, DataError) as problem:
-        exit_code, error = 2, str(problem)
-    except torch.OutOfMemoryError as problem:
-        exit_code, error = 1, f"out of GPU memory on rank {rank}: {problem}"
-    except Exception as problem:
-        traceback.print_exc()
-        exit_code, error = 1, explain(problem, plan)
-    if error is not None:
-        print(f"Error: {error}", file=sys.stderr, flush=True)
-    if rank == 0 or error is not None:
-        summary = {"exit_code": exit_code, "error": error, **result, "steps": recorder.steps}
-        measure.write_result(HERE / "result.json", {**summary, **measure.environment()})
-    if error is None and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    return exit_code
+    tokens = rows_per_step(job["plan"]) * row_length(job["plan"])
+    return attempt.main(HERE, job, lambda current: run(job, current), tokens_per_step=tokens)
 
 
 if __name__ == "__main__":
