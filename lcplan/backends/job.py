@@ -30,7 +30,7 @@ COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py
 """Starts the job from inside its folder."""
 SCRIPTS = (
     "train.py", "probe.py", "arguments.py", "model.py", "data.py", "rows.py", "tokenization.py", "checks.py",
-    "measure.py", "attempt.py", "guard.py", "causes.py", "checkpoints.py", "first_step.py", "journal.py",
+    "measure.py", "tiling.py", "attempt.py", "guard.py", "causes.py", "checkpoints.py", "first_step.py", "journal.py",
 )  # fmt: skip
 BITSANDBYTES_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 TEMPLATES = files("lcplan.backends") / "templates"
@@ -107,9 +107,10 @@ def _refusals(job: JobSpec) -> tuple[tuple[bool, str, str], ...]:
     joined = job.data.kind == "python-docs" or job.data.format in ("text", "input_ids")
     return (
         (
-            plan.mlp_tile_size is not None,
-            "lever-not-available",
-            "--mlp-tile-size: neither transformers nor TRL computes an MLP in tiles. Leave it out.",
+            plan.mlp_tile_size is not None and plan.backend == "deepspeed",
+            "tiles-deepspeed",
+            f"--mlp-tile-size {plan.mlp_tile_size} with --backend deepspeed: a tile's backward needs the weights that "
+            "ZeRO gathers for a whole forward only. Use --backend fsdp2, or leave it out.",
         ),
         (
             plan.packing,

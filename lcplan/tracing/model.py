@@ -25,6 +25,7 @@ def build(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
     with torch.device("meta"):
         model = _architecture(spec, plan, num_layers)
     model.train()
+    _tile(spec, model, plan)
     if plan.loss == "chunked":
         from trl.trainer.utils import add_fused_lm_head
 
@@ -81,6 +82,18 @@ def _architecture(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
         except (ValueError, ImportError) as error:  # such as an attention implementation that the model lacks
             reason = str(error).split(". ")[0]
             raise PlanError("not-traced", f"transformers cannot build {spec.id} with this plan: {reason}.") from error
+
+
+def _tile(spec: ModelSpec, model: Any, plan: TrainPlan) -> None:
+    """The generated job's own tiling."""
+    if plan.mlp_tile_size is None:
+        return
+    from lcplan.backends.templates.tiling import tile_mlps
+
+    try:
+        tile_mlps(model, plan.mlp_tile_size)
+    except ValueError as error:
+        raise PlanError("not-traced", f"--mlp-tile-size {plan.mlp_tile_size} with {spec.id}: {error}.") from error
 
 
 def _freeze(model: Any, plan: TrainPlan) -> None:

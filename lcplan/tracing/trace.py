@@ -37,7 +37,6 @@ def not_traced(plan: TrainPlan) -> list[str]:
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
         f"--loss {plan.loss}": plan.loss not in ("chunked", "full"),
         f"--quantize {plan.quantize}": plan.quantize != "none",
-        f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation == "flash_attention_2",
         "--packing": plan.packing,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from checks import JobError
+from tiling import tile_mlps
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -38,6 +39,11 @@ def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty
     """
     plan = job["plan"]
     model = _build(job, config, device, empty=empty)
+    if plan["mlp_tile_size"] is not None:
+        try:
+            tile_mlps(model, plan["mlp_tile_size"])
+        except ValueError as error:
+            raise JobError(f"--mlp-tile-size {plan['mlp_tile_size']}: {error}.") from error
     frozen = {"freeze_embeddings": model.get_input_embeddings(), "freeze_head": model.get_output_embeddings()}
     for name, module in frozen.items():
         if plan[name]:
