@@ -35,6 +35,7 @@ PHASE_HELP = {
     "backward[i].expert_gate": "backward of the gate of the experts in layer i",
     "backward[i].expert_gate_forward": "gate of the experts in layer i, as they are recomputed",
     "backward[i].expert_output_forward": "output of the experts in layer i, as they are recomputed",
+    "backward[i].mlp_norm": "backward of the norm before the tiled MLP of layer i, whose weights' gradients exist",
     "backward[i].expert_norm": "backward of the norm before the experts of layer i: all their gradients exist",
     "backward[i].expert_gradients": "end of the experts' backward in layer i: all their gradients exist",
     "backward.embedding": "backward of the token embedding",

@@ -67,6 +67,7 @@ class TrainPlan(Record):
     offload_optimizer: bool = False
     """DeepSpeed: optimizer states, and the update, are on the host."""
     mlp_tile_size: int | None = Field(default=None, gt=0)
+    """Tokens of this rank that the MLP runs over at once; None: all of them."""
     lora_r: int | None = Field(default=None, gt=0)
     lora_target_modules: str = "all-linear"
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -87,6 +88,12 @@ class TrainPlan(Record):
     def tokens_per_rank(self) -> int:
         """Tokens one GPU works on in a micro step."""
         return self.max_length * self.per_device_train_batch_size // (self.cp_size * self.sp_size)
+
+    @property
+    def running_tile(self) -> int | None:
+        """Tokens of one MLP tile; None where one tile has all."""
+        tile = self.mlp_tile_size
+        return None if tile is None or tile >= self.tokens_per_rank else tile
 
     @property
     def sequences_per_step(self) -> int:

@@ -1,12 +1,12 @@
 """Activations of decoder layers outside attention: stored inputs, norms, MLP, rotary tables, batch.
 
-Letters: T tokens per rank, H hidden size, I intermediate size, d head_dim, b bytes of one element.
+Letters: T tokens per rank, N tokens of a tile, H hidden size, I intermediate size, d head_dim, b bytes of one element.
 """
 
 from __future__ import annotations
 
 from lcplan.estimators._item import item
-from lcplan.estimators.weights import FP32_BYTES
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 
 INT64_BYTES = 8
 """torch.int64.itemsize; token ids, labels, masks and positions are int64."""
@@ -145,10 +145,10 @@ def closing_norm_backward(*, tokens: int, hidden_size: int, wide: bool) -> int:
 
 @item("activations.feeding_norm_backward", "temporary")
 def feeding_norm_backward(*, tokens: int, hidden_size: int) -> int:
-    """Backward of the norm before the experts: its saved float32 input and five float32 tensors more.
+    """Backward of the norm before experts or a tiled MLP: its saved float32 input and five float32 tensors more.
 
     Formula: ``24*H*T``
-    Live in: backward of a layer with experts, when all their gradients exist (narrow experts, short sequences)
+    Live in: backward of a layer with experts (narrow ones, short sequences) or tiles, when their gradients exist
     Rounding: exact
     Ignores: some bytes a token
     Source: autograd of pow, mean, rsqrt, mul; trace of Qwen3-MoE with narrow experts
@@ -213,6 +213,51 @@ def down_backward(*, tokens: int, intermediate_size: int) -> int:
     Confidence: exact
     """
     return 4 * intermediate_size * tokens
+
+
+@item("mlp.tile", "temporary")
+def mlp_tile(*, tile: int, hidden_size: int, intermediate_size: int) -> int:
+    """The running tile of a tiled MLP in its backward: N tokens' intermediates, recomputed, and their output.
+
+    Either three gradients are alive beside the saved tensors, one of which is gone, or down_proj makes its gradient.
+
+    Formula: ``(2*H + 10*I)*N + 2*I*max(N, H)``
+    Live in: backward of a layer's MLP (tiles)
+    Rounding: exact
+    Ignores: nothing
+    Source: lcplan/backends/templates/tiling.py; mlp.saved and mlp.backward; traces of Qwen3-8B in tiles of 16,384
+    Confidence: exact
+    """
+    return (2 * hidden_size + 10 * intermediate_size) * tile + 2 * intermediate_size * max(tile, hidden_size)
+
+
+@item("mlp.tile_gradients", "gradient")
+def mlp_tile_gradients(*, mlp_parameters: int) -> int:
+    """Gradients of an MLP's weights, bf16, summed up over its tiles.
+
+    Formula: ``2*P_mlp``
+    Live in: backward of a layer's MLP (tiles)
+    Rounding: exact
+    Ignores: nothing
+    Source: lcplan/backends/templates/tiling.py
+    Confidence: exact
+    """
+    return BF16_BYTES * mlp_parameters
+
+
+@item("mlp.tiled_forward", "temporary")
+def tiled_forward(*, tile: int, tokens: int, hidden_size: int, intermediate_size: int) -> int:
+    """Forward of a tiled MLP without saving, residual, normed input, output; or that of the norm before it.
+
+    Formula: ``max(6*H*T + (2*H + 6*I)*N, (10*H + 4)*T)``
+    Live in: forward (checkpointed layers, tiles)
+    Rounding: exact
+    Ignores: other instants of the layer's forward, of which one may be larger
+    Source: lcplan/backends/templates/tiling.py; traces of Qwen3-8B in tiles of 16,384
+    Confidence: modelled
+    """
+    mlp = 6 * hidden_size * tokens + (2 * hidden_size + 6 * intermediate_size) * tile
+    return max(mlp, (10 * hidden_size + 4) * tokens)
 
 
 @item("mlp.forward", "temporary")

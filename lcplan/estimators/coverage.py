@@ -47,7 +47,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--offload-params without --backend fsdp2 or deepspeed": (
             plan.offload_params and plan.backend not in ("fsdp2", "deepspeed")
         ),
-        f"--mlp-tile-size {plan.mlp_tile_size}": plan.mlp_tile_size is not None,
+        **_uncovered_tiles(spec, plan, float32=float32),
         **_uncovered_lora(spec, plan, plain=plain),
         **_uncovered_deepspeed(spec, plan),
         # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
@@ -100,6 +100,17 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"{spec.model_type} with --backend fsdp2": spec.moe is not None and fsdp,
         f"{spec.model_type} with --optim adafactor": plan.optim == "adafactor" and not plain,
     }
+
+
+def _uncovered_tiles(spec: ModelSpec, plan: TrainPlan, *, float32: bool) -> dict[str, bool]:
+    also = {
+        f"{spec.id}, which has experts": spec.moe is not None,
+        f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        "--dtype float32": float32,
+    }
+    asked = f"--mlp-tile-size {plan.mlp_tile_size} with"
+    return {f"{asked} {what}": plan.mlp_tile_size is not None and present for what, present in also.items()}
 
 
 def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:

@@ -136,6 +136,7 @@ class Step:
         if self.frozen:
             self.trained_bytes = weights.BF16_BYTES if self.quantised else weights.FP32_BYTES
         self.tokens = plan.tokens_per_rank
+        self.tile = plan.running_tile
         self.layers = spec.num_hidden_layers
         self.layer = spec.layer_sizes[0] + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
@@ -199,6 +200,7 @@ class Step:
             lora_dropout=plan.lora_dropout > 0,
             quantised=self.quantised,
             lora_targets=self.targets,
+            tile=self.tile,
         )
 
     def phases(self) -> dict[str, Callable[[], Alive]]:
@@ -462,6 +464,12 @@ class Step:
             norm = loss_head.final_norm_forward
             wide = TRAITS[spec.model_type].wide_norms
             alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
+        elif self.tile is not None:
+            forward = activations.tiled_forward
+            alive[forward.key] = forward(
+                tile=self.tile, tokens=self.tokens, hidden_size=spec.hidden_size,
+                intermediate_size=spec.intermediate_size,
+            )  # fmt: skip
         elif self.every is not None and spec.moe is None:
             alive[activations.mlp_forward.key] = activations.mlp_forward(
                 tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size

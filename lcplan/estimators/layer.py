@@ -127,6 +127,8 @@ class LayerShape:
     """The base's linears are 4-bit."""
     lora_targets: dict[str, tuple[int, int]]
     """Adapted linears with inputs and outputs; empty without LoRA."""
+    tile: int | None
+    """Tokens of one tile of the MLP; None where it runs over all at once."""
 
     @property
     def saves_input(self) -> bool:
@@ -274,7 +276,9 @@ def _saved_mlp(shape: LayerShape) -> Alive:
     spec, traits = shape.spec, shape.traits
     feeding = max(traits.feeding_norms - 1, 0)
     alive = _norms(shape, feeding=feeding, closing=traits.closing_norms, linears=1 if traits.fused_mlp else 2)
-    if shape.moe is None:
+    if shape.tile is not None:
+        pass  # its input alone, which is the norm's output
+    elif shape.moe is None:
         alive[activations.mlp_saved.key] = activations.mlp_saved(
             tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
         )
@@ -328,21 +332,46 @@ def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
         recomputing = _biased_experts(shape, shape.moe) if shape.traits.biased_experts and shape.recomputed else ()
         backward = (_experts(shape, shape.moe), _expert_gate(shape, shape.moe), _expert_gradients(shape, shape.moe))
         return (*recomputing, *backward, _norm_before_experts(shape), _attention(shape))
-    if shape.traits.closing_norms:
-        return (_closing_norm(shape), _mlp(shape), _attention(shape))
-    return (_mlp(shape), _attention(shape))
+    closing = (_closing_norm(shape),) if shape.traits.closing_norms else ()
+    if shape.tile is None:
+        return (*closing, _mlp(shape), _attention(shape))
+    feeding = (_norm_before_mlp(shape),) if shape.traits.feeding_norms > 1 else ()
+    return (*closing, _mlp_tile(shape, shape.tile), *feeding, _attention(shape))
 
 
 def _mlp(shape: LayerShape) -> LayerInstant:
     spec = shape.spec
     item = activations.mlp_backward
     own = {item.key: item(tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen)}
-    # a closing norm is over when the MLP runs
-    over = times(_norms(shape, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0), -1)
-    alive = merge(saved(shape), own, over, _residual(shape, shape.tokens, 1))
+    alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, 1))
     alive = merge(alive, _autocast(shape, linears=2))
     made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
     return LayerInstant("mlp", alive, made)
+
+
+def _closing_norm_over(shape: LayerShape) -> Alive:
+    """What is gone when the MLP runs backward: its closing norm's."""
+    return times(_norms(shape, feeding=0, closing=min(shape.traits.closing_norms, 1), linears=0), -1)
+
+
+def _mlp_tile(shape: LayerShape, tile: int) -> LayerInstant:
+    """A tile's backward, after others; the weights' gradients are the layer's own until the last."""
+    spec, running, sums = shape.spec, activations.mlp_tile, activations.mlp_tile_gradients
+    own = {
+        running.key: running(tile=tile, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size),
+        sums.key: sums(mlp_parameters=shape.parameters.mlp),
+    }
+    # the gradients of the MLP's output and of its input
+    alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, 2))
+    return LayerInstant("mlp", alive, made=0)
+
+
+def _norm_before_mlp(shape: LayerShape) -> LayerInstant:
+    """Backward of the norm before a tiled MLP, which so is not the largest instant."""
+    item = activations.feeding_norm_backward
+    own = {item.key: item(tokens=shape.tokens, hidden_size=shape.spec.hidden_size)}
+    alive = merge(_saved_attention(shape), _saved_output(shape), own, _residual(shape, shape.tokens, 1))
+    return LayerInstant("mlp_norm", alive, made=shape.parameters.mlp)
 
 
 def _adapted_mlp(shape: LayerShape) -> tuple[LayerInstant, ...]:
