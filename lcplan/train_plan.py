@@ -367,6 +367,12 @@ def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
             "--activation-offloading (TRL) and --offload-activations (transformers) both move the layer inputs. Use "
             "--offload-activations alone: it needs less GPU memory.",
         )
+    if plan.mlp_tile_size is not None and plan.activation_offloading:
+        raise PlanError(
+            "tiles-activation-offloading",
+            f"--mlp-tile-size {plan.mlp_tile_size} with --activation-offloading: a tile's own backward hides from TRL "
+            "when a tensor was used last, and it keeps all that a layer recomputes. Use --offload-activations.",
+        )
     if plan.optim not in KNOWN_OPTIMIZERS:
         raise PlanError("unknown-optim", f"--optim {plan.optim!r} is not known. Use: {', '.join(KNOWN_OPTIMIZERS)}.")
 

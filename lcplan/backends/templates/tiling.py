@@ -26,10 +26,6 @@ class _Keep(torch.autograd.Function):
         ctx.save_for_backward(hidden_states)
         return hidden_states.new_empty(0)
 
-    @staticmethod
-    def backward(ctx: Any, *_grads: torch.Tensor) -> Any:
-        raise AssertionError("nothing depends on what is kept")
-
 
 class _Tiles(torch.autograd.Function):
     """The MLP without saved tensors of its own; ``names`` are those of ``weights`` in it."""
