@@ -423,6 +423,12 @@ def _check_lora(spec: ModelSpec, plan: TrainPlan) -> None:
             "--freeze-embeddings and --freeze-head with --lora-r: LoRA freezes the whole base model anyway. Leave them "
             "out.",
         )
+    if plan.mlp_tile_size is not None and plan.lora_dropout > 0:
+        raise PlanError(
+            "tiles-lora-dropout",
+            f"--mlp-tile-size {plan.mlp_tile_size} with --lora-dropout {plan.lora_dropout}: a tile runs forward twice "
+            "and would draw another dropout the second time. Use --lora-dropout 0.",
+        )
     if plan.quantize != "none" and plan.dtype != "bfloat16":
         raise PlanError("quantize-dtype", f"--quantize nf4 with --dtype {plan.dtype}: use --dtype bfloat16.")
 

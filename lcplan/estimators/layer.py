@@ -41,6 +41,8 @@ class Traits:
     """cos and sin are repeated in every layer, so only checkpointed layers keep what the model made."""
     scales_embedding: bool = False
     """The embedding's output is multiplied before the first layer."""
+    scales_residual: bool = False
+    """What attention and MLP add to the residual is multiplied before."""
     rotary_by_layer_type: bool = False
     """Sliding and full layers have cos and sin of their own."""
     half_rotary: bool = False
@@ -70,7 +72,7 @@ TRAITS: dict[str, Traits] = {
     "gemma3_text": _GEMMA_3,
     "gemma3": _GEMMA_3,
     "smollm3": Traits(),
-    "granite": Traits(scales_embedding=True),
+    "granite": Traits(scales_embedding=True, scales_residual=True),
     "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
     "hunyuan_v1_dense": Traits(),
     "ministral": Traits(),
@@ -361,8 +363,9 @@ def _mlp_tile(shape: LayerShape, tile: int) -> LayerInstant:
         running.key: running(tile=tile, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size),
         sums.key: sums(mlp_parameters=shape.parameters.mlp),
     }
-    # the gradients of the MLP's output and of its input
-    alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, 2))
+    # the gradients of the residual and of the MLP's input, and that of its output where it is another than the first
+    copies = 3 if shape.traits.closing_norms or shape.traits.scales_residual else 2
+    alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, copies))
     return LayerInstant("mlp", alive, made=0)
 
 
