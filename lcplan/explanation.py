@@ -270,7 +270,7 @@ def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, Train
         "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1, "sp_size": 1,
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
         "cp_comm_strategy": "allgather", "offload_optimizer": False, "reshard_after_forward": True,
-        **OFF["activations"], **OFF["parameters"], **OFF["optimizer"],
+        **OFF["activations"], **OFF["parameters"], **OFF["optimizer"], **OFF["mlp"],
     }  # fmt: skip
     current = plan.model_copy(update=naive)
     steps = [(NAIVE, "full logits, everything saved", current)]

@@ -58,10 +58,14 @@ OFF: dict[str, Setting] = {
     "activations": {"offload_activations": False, "activation_offloading": False},
     "parameters": {"offload_params": False},
     "exchange": {"cp_comm_strategy": "allgather"},
+    "mlp": {"mlp_tile_size": None},
     "optimizer": {"optim": "adamw_torch_fused"},
 }
 """What a plan looks like where no lever of a dimension is pulled; ``gpus`` has no such state."""
 PARALLEL = ("data-parallel", "replicas", "context-parallel")
+TILE_SIZES = (16_384,)
+"""Tokens of an MLP's tile that the search tries. Where tiles help another instant of the layer is larger than one of
+these; smaller ones are slow (axolotl#3666)."""
 CHECKPOINTING = ("activation-checkpointing", "checkpoint-every-n-layers")
 
 
@@ -311,9 +315,12 @@ LEVERS: tuple[Lever, ...] = (
         id="mlp-tiles",
         summary="Runs the MLP over tiles of tokens, so that its intermediates never exist for a whole sequence.",
         changes="mlp_tile_size",
-        costs="a patch of the model; the MLP is computed once more",
+        costs="one more forward of the MLP, none where the layer is checkpointed and ends with its MLP",
+        needs="dense MLPs; a patch of the model, which the generated job has",
+        excludes=("activation-offloading",),
         dimension="mlp",
-        not_searched="no job is generated with tiles, and the formulas do not cover them",
+        settings=lambda _spec, _gpus: tuple({"mlp_tile_size": size} for size in TILE_SIZES),
+        settings_alike=True,
         is_on=lambda _, plan: plan.mlp_tile_size is not None,
     ),
     Lever(

@@ -14,9 +14,9 @@ from typing import Any
 
 from lcplan.errors import PlanError
 from lcplan.estimators import formula, step_time
-from lcplan.estimators.coverage import check_covered
+from lcplan.estimators.coverage import can_tile, check_covered
 from lcplan.hardware import GpuSpec, KernelRates, load_gpu, scale_rates
-from lcplan.levers import BY_ID, LEVERS, OFF, Lever, Setting, conflict
+from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, Lever, Setting, conflict
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
 
@@ -26,7 +26,9 @@ FORWARD_IGNORES = frozenset(
     ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
 )
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
-_forward_key = attrgetter(*(name for name in TrainPlan.model_fields if name not in FORWARD_IGNORES))
+_forward_key = attrgetter(
+    *(name for name in TrainPlan.model_fields if name not in FORWARD_IGNORES and name != "mlp_tile_size")
+)
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,14 @@ class Prices:
         return not self.exceeds(candidate, self.room) and host_fits(self.spec, candidate.plan)
 
     def forward(self, plan: TrainPlan) -> int:
-        """Bytes of the forward phase, shared by plans that differ in nothing it depends on."""
+        """A bound of the peak from below, shared by plans that differ in nothing the forward phase depends on.
+
+        Bytes of the forward phase with the smallest tiles, where the MLP can have any: then tiled plans share it too.
+        """
         key = _forward_key(plan)
         if key not in self._forwards:
+            if plan.mlp_tile_size is None and can_tile(self.spec, plan):
+                plan = plan.model_copy(update={"mlp_tile_size": min(TILE_SIZES)})
             self._forwards[key] = formula.forward_bytes(self.spec, plan)
         return self._forwards[key]
 

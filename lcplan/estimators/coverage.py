@@ -47,7 +47,10 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--offload-params without --backend fsdp2 or deepspeed": (
             plan.offload_params and plan.backend not in ("fsdp2", "deepspeed")
         ),
-        **_uncovered_tiles(spec, plan, float32=float32),
+        **{
+            f"--mlp-tile-size {plan.mlp_tile_size} with {what}": plan.mlp_tile_size is not None and present
+            for what, present in _not_tiled(spec, plan).items()
+        },
         **_uncovered_lora(spec, plan, plain=plain),
         **_uncovered_deepspeed(spec, plan),
         # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
@@ -102,15 +105,18 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     }
 
 
-def _uncovered_tiles(spec: ModelSpec, plan: TrainPlan, *, float32: bool) -> dict[str, bool]:
-    also = {
+def can_tile(spec: ModelSpec, plan: TrainPlan) -> bool:
+    """Whether the formulas cover the plan's MLPs in tiles."""
+    return not plan.activation_offloading and not any(_not_tiled(spec, plan).values())
+
+
+def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
+    return {
         f"{spec.id}, which has experts": spec.moe is not None,
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
         f"--lora-r {plan.lora_r}": plan.lora_r is not None,
-        "--dtype float32": float32,
+        f"--dtype {plan.dtype}": plan.dtype == "float32" and plan.backend != "fsdp2",
     }
-    asked = f"--mlp-tile-size {plan.mlp_tile_size} with"
-    return {f"{asked} {what}": plan.mlp_tile_size is not None and present for what, present in also.items()}
 
 
 def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from lcplan.estimators import lora, weights
+from lcplan.estimators.layer import TRAITS
 from lcplan.hardware import GpuSpec, KernelRates
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan
@@ -39,6 +40,11 @@ RING_MERGE, RING_ENDS, RING_DQ, RING_DKV = 38, 12, 10, 44
 RING_EXCHANGE = 20
 """Bytes a token and key entry that go round the ring: keys and values three times in bf16 (forward, recomputation,
 backward), their gradients once in float32 (torch 2.13 context_parallel/_attention.py)."""
+TILE_COPIES = 8
+"""Bytes a token and hidden entry of a tiled MLP: each tile's output, and the gradient of its input, copied into one
+tensor for all (lcplan/backends/templates/tiling.py)."""
+TILE_SUMS = 6
+"""Bytes a weight and tile after the first: the sum of gradients read and written, the tile's own read."""
 OPTIMIZER_PASSES = {"adamw_torch_fused": 7, "adamw_torch": 20, "sgd": 3, "adafactor": 12, "adamw_bnb_8bit": 4}
 """Reads and writes of a parameter's size in an update (sources of torch.optim, transformers, bitsandbytes)."""
 CLIPPING_PASSES = 3
@@ -221,6 +227,7 @@ class StepTimer:
         if experts is not None:
             self.mlp = experts.moe_intermediate_size * experts.num_experts_per_tok
             router = spec.hidden_size * experts.num_experts
+        self.mlps = spec.num_hidden_layers * 3 * spec.hidden_size * self.mlp
         attention = spec.hidden_size * (2 * self.query + 2 * self.key)
         self.active = spec.num_hidden_layers * (attention + 3 * spec.hidden_size * self.mlp + router)
         self.head = spec.hidden_size * spec.vocab_size
@@ -265,7 +272,7 @@ class StepTimer:
         key = (
             plan.max_length, plan.per_device_train_batch_size, plan.cp_size, plan.sp_size, plan.loss, plan.dtype,
             plan.activation_checkpointing, plan.checkpoint_every_n_layers, plan.lora_r, plan.lora_target_modules,
-            plan.backend,
+            plan.backend, plan.running_tile,
         )  # fmt: skip
         if key not in self._known:
             recomputed, kept = self._recomputed(plan)
@@ -287,6 +294,18 @@ class StepTimer:
         share = ceil_div(layers, plan.checkpoint_every_n_layers) / layers
         return share, 0.0 if plan.activation_checkpointing == "selective" else share
 
+    def _tiled_forwards(self, plan: TrainPlan) -> float:
+        """How many more times tiles run an MLP forward, over all layers.
+
+        A tile's backward recomputes it. So does a checkpointed layer, but only up to the last tensor it saves: the
+        MLP's input, unless a norm behind the MLP saves more.
+        """
+        if plan.running_tile is None:
+            return 0.0
+        recomputed, _ = self._recomputed(plan)
+        traits = TRAITS.get(self.spec.model_type)
+        return 1.0 if traits is not None and traits.closing_norms else 1.0 - recomputed
+
     def _attention_seconds(self, plan: TrainPlan, recomputed: float) -> float:
         spec = self.spec
         one = attention_flops(length=plan.max_length, heads=spec.num_attention_heads, head_dim=spec.head_dim)
@@ -295,7 +314,7 @@ class StepTimer:
 
     def _linear_seconds(self, plan: TrainPlan, recomputed: float) -> float:
         backward = 1 if plan.lora_r else 2
-        products = self.active * (1 + recomputed + backward)
+        products = self.active * (1 + recomputed + backward) + self.mlps * self._tiled_forwards(plan)
         if plan.lora_r:
             products += self._trainable(plan) * (3 + recomputed)
         return 2 * plan.tokens_per_rank * products / self.rates.linear_flops
@@ -318,7 +337,7 @@ class StepTimer:
             "hidden_size": spec.hidden_size, "mlp_size": self.mlp, "query_size": self.query, "key_size": self.key,
         }  # fmt: skip
         ahead, back = WIDE_TRAFFIC.get(spec.model_type, _LLAMA_WIDE) if wide else TRAFFIC.get(spec.model_type, _LLAMA)
-        forward = elementwise_bytes(traffic=ahead, **sizes)
+        forward: float = elementwise_bytes(traffic=ahead, **sizes)
         backward = elementwise_bytes(traffic=back, **sizes)
         if spec.moe is not None:
             routed = spec.moe.num_experts_per_tok * spec.hidden_size
@@ -329,7 +348,12 @@ class StepTimer:
             inputs, outputs = sum(shape[0] for shape in shapes), sum(shape[1] for shape in shapes)
             forward += LORA_INPUT_FORWARD * inputs + LORA_OUTPUT_FORWARD * outputs
             backward += LORA_INPUT_BACKWARD * inputs + LORA_OUTPUT_BACKWARD * outputs
-        num_bytes = ((1 + recomputed) * forward + backward) * plan.tokens_per_rank * spec.num_hidden_layers
+        num_bytes = (1 + recomputed) * forward + backward
+        if plan.running_tile is not None:
+            num_bytes += self._tiled_forwards(plan) * ahead.mlp * self.mlp + TILE_COPIES * spec.hidden_size
+        num_bytes *= plan.tokens_per_rank * spec.num_hidden_layers
+        if plan.running_tile is not None:
+            num_bytes += TILE_SUMS * self.mlps * (ceil_div(plan.tokens_per_rank, plan.running_tile) - 1)
         if wide:  # autocast reads each float32 weight and writes its bf16 copy, once a pass
             num_bytes += (weights.FP32_BYTES + weights.BF16_BYTES) * self.active * (1 + recomputed)
         return num_bytes / self.rates.memory_bytes
