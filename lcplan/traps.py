@@ -210,7 +210,7 @@ TRAPS: tuple[Trap, ...] = (
     _trap(
         "mlp-tiles", "safe",
         "A tiled MLP with another number of tiles on each rank deadlocks.",
-        "No job is generated with tiles.", "deepspeedai/DeepSpeed/pull/8345",
+        "Between tiles the job exchanges nothing.", "deepspeedai/DeepSpeed/pull/8345",
     ),
     _trap(
         "gpus-without-length", "warned",

@@ -150,7 +150,6 @@ GPU = GpuFact(name="A", total_bytes=80 << 30, free_bytes=79 << 30)
         ({"backend": "fsdp2", "num_gpus": 2, "dp_shard_size": 2}, "cpu", "cpu-plan", "one process"),
         ({"padding": True}, "gpu", "padding-joined", "--padding"),
         ({"scored_fraction": 0.5}, "gpu", "scored-fraction-joined", "--scored-fraction 0.5"),
-        ({"mlp_tile_size": 64}, "gpu", "lever-not-available", "--mlp-tile-size"),
         ({"packing": True}, "gpu", "lever-not-available", "--packing"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_waterfall_has_no_row_that_changes_nothing() -> None:
 
 def test_no_picture_of_a_plan_that_is_not_covered() -> None:
     spec = tiny_spec()
-    plan = plan_of(spec, max_length=4096, mlp_tile_size=512)
+    plan = plan_of(spec, max_length=4096, mlp_tile_size=512, dtype="float32")
     for make in (pictures.waterfall_steps, pictures.length_curves):
         with pytest.raises(PlanError, match="mlp-tile-size"):
             make(spec, plan, load_gpu("h200"))

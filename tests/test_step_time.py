@@ -55,6 +55,21 @@ def test_matrix_products_of_the_linears() -> None:
     assert parts(activation_checkpointing="none").linear == pytest.approx(2 * L * ACTIVE * 3 / 100)
 
 
+def test_tiles_run_an_mlp_forward_more_where_no_recomputation_stops_before_it() -> None:
+    """Two tiles of 16 tokens; OLMo 2 ends its layers with a norm, so that a checkpoint recomputes the MLP as well."""
+    mlps = LAYERS * 3 * H * INNER
+    assert parts(mlp_tile_size=16).linear == parts().linear
+    kept = parts(mlp_tile_size=16, activation_checkpointing="none")
+    assert kept.linear == pytest.approx(2 * L * (ACTIVE * 3 + mlps) / 100)
+    every = parts(mlp_tile_size=16, checkpoint_every_n_layers=2)
+    assert every.linear == pytest.approx(2 * L * (ACTIVE * 3.6 + mlps * 0.4) / 100), "2 of 5 layers are not recomputed"
+    more = parts(mlp_tile_size=16).elementwise - parts().elementwise
+    assert more == pytest.approx((8 * H * L * LAYERS + 6 * mlps) / 1000)
+    assert parts(mlp_tile_size=L) == parts()
+    olmo = tiny_spec(model_type="olmo2")
+    assert parts(olmo, mlp_tile_size=16).linear == pytest.approx(2 * L * (ACTIVE * 4 + mlps) / 100)
+
+
 def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:
     spec = tiny_spec()
     adapters = (

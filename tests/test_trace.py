@@ -130,7 +130,6 @@ def test_a_traced_report_tells_layer_by_layer_and_tensor_by_tensor() -> None:
         ({"num_gpus": 2, "backend": "ddp"}, "--backend ddp"),
         ({"quantize": "nf4", "lora_r": 8}, "--quantize nf4"),
         ({"loss": "chunked-256"}, "--loss chunked-256"),
-        ({"mlp_tile_size": 128}, "--mlp-tile-size 128"),
         ({"optim": "adamw_torch_8bit"}, "--optim adamw_torch_8bit"),
         ({"packing": True}, "--packing"),
         ({"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2"),
@@ -139,6 +138,11 @@ def test_a_traced_report_tells_layer_by_layer_and_tensor_by_tensor() -> None:
 def test_what_is_not_traced_is_refused_by_name(given: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError, match=f"{what}.*trace method does not run it"):
         traced(tiny_spec(), max_length=512, **given)
+
+
+def test_experts_are_not_tiled() -> None:
+    with pytest.raises(PlanError, match="--mlp-tile-size 64 with mixtral: decoder layer 0 has no dense MLP"):
+        traced(family_spec("mixtral"), max_length=128, mlp_tile_size=64)
 
 
 def test_adapters_that_no_module_takes_are_refused() -> None:

@@ -302,9 +302,11 @@ def test_safe_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_safe_mlp_tiles(tmp_path: Path) -> None:
+    assert "distributed" not in script("tiling.py")
+    zero = {"backend": "deepspeed", "zero_stage": 3}
     with pytest.raises(LcplanError) as caught:
-        render_job(fsdp2_job(mlp_tile_size=64), tmp_path / "job")
-    assert caught.value.code == "lever-not-available"
+        render_job(fsdp2_job(mlp_tile_size=64, **zero), tmp_path / "job")
+    assert caught.value.code == "tiles-deepspeed"
 
 
 def test_the_job_asks_for_nothing_of_the_traps() -> None:
