@@ -28,6 +28,10 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
     ):
         if problem:
             raise PlanError("emit-lever", f"--emit: trl has no key for --{name.replace('_', '-')}. Leave it out.")
+    if plan.kernels != "none":
+        raise PlanError(
+            "emit-kernels", f"--emit: trl gives up its key for --kernels {plan.kernels} in 2.0. Leave it out."
+        )
     values: dict[str, Any] = {
         "model_name_or_path": spec.id,
         "max_length": plan.max_length,

@@ -22,9 +22,12 @@ TRAIN_PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
 OLDEST = {
     "torch": (2, 9), "transformers": (5, 17), "accelerate": (1, 15), "trl": (1, 13), "datasets": (3,), "peft": (0, 18),
     "bitsandbytes": (0, 48), "deepspeed": (0, 18, 2), "torchao": (0, 10),
+    "liger-kernel": (0, 8),
 }  # fmt: skip
 """As pyproject.toml asks for them."""
-EXTRAS = {"peft": "peft", "bitsandbytes": "quantize", "deepspeed": "deepspeed", "torchao": "torchao"}
+EXTRAS = {
+    "peft": "peft", "bitsandbytes": "quantize", "deepspeed": "deepspeed", "torchao": "torchao", "liger-kernel": "liger",
+}  # fmt: skip
 """What to install for a package that the train extra does not bring."""
 OLDEST_PYTHON = (3, 10)
 DOCKER_SHM_BYTES = 64 * MIB

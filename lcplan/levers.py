@@ -324,6 +324,17 @@ LEVERS: tuple[Lever, ...] = (
         is_on=lambda _, plan: plan.mlp_tile_size is not None,
     ),
     Lever(
+        id="fused-kernels",
+        summary="Liger's RMSNorm, rotary embedding and SwiGLU: one kernel each, which saves its input alone.",
+        changes="kernels",
+        costs="no time: less memory traffic",
+        needs="liger-kernel, a CUDA GPU",
+        excludes=("activation-offloading", "selective-checkpointing", "lora"),
+        dimension="kernels",
+        not_searched="no row has measured it yet; ask for it with --kernels liger",
+        is_on=lambda _, plan: plan.kernels == "liger",
+    ),
+    Lever(
         id="lora",
         summary="Trains small adapters and freezes the weights.",
         changes="lora_r, lora_target_modules",

@@ -21,6 +21,7 @@ Loss = Literal["chunked", "chunked-256", "full"]
 ActivationCheckpointing = Literal["full", "selective", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 CommStrategy = Literal["allgather", "alltoall"]
+Kernels = Literal["none", "liger"]
 
 
 class TrainPlan(Record):
@@ -68,6 +69,8 @@ class TrainPlan(Record):
     """DeepSpeed: optimizer states, and the update, are on the host."""
     mlp_tile_size: int | None = Field(default=None, gt=0)
     """Tokens of this rank that the MLP runs over at once; None: all of them."""
+    kernels: Kernels = "none"
+    """``liger``: Liger's fused RMSNorm, rotary embedding and SwiGLU, and the loss that the plan has."""
     lora_r: int | None = Field(default=None, gt=0)
     lora_target_modules: str = "all-linear"
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)

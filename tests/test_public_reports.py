@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lcplan import Goal, load_gpu, load_model, recommend
-from lcplan.backends.fsdp2 import accelerate_config
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.errors import PlanError
 from lcplan.estimators import activations, loss_head, runtime, weights
 from lcplan.units import GB, GIB, MIB

@@ -1,17 +1,18 @@
-"""Measure tiled MLPs on one GPU: the probe of every case, with the prediction written down beforehand.
+"""Measure tiled MLPs and Liger's kernels on one GPU: the probe of every case, the prediction written down beforehand.
 
     python tools/measure_tiles.py --output tiles.jsonl [--only NAME ...] [--list]
 
 A line a case: name, predicted bytes by phase, and the measured row as ``lcplan check --add`` takes it (``row``), or why
-there is none. Cases with the same ``pair`` differ in the tiles alone: their losses are to be equal, their step times
-tell what tiles cost. First the gradients of both are compared on the GPU, in bf16 and against float32 (``gradients``).
-Needs one GPU of 139 GiB and the train extra. With ``--list`` it predicts and measures nothing.
+there is none. Cases with the same ``pair`` differ in the levers alone: their losses are to be equal, their step times
+tell what the levers cost. First gradients are compared on the GPU, in bf16 and against float32 (``gradients``).
+Needs one GPU of 139 GiB, the train extra, and for the cases named fused the liger extra (without it they end with an
+error in their line). With ``--list`` it predicts and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -21,17 +22,19 @@ from typing import Any, NamedTuple
 
 from lcplan import load_model, resolve
 from lcplan.checking import ring_rank
+from lcplan.errors import LcplanError
 from lcplan.estimators import formula
 from lcplan.probing import measured_row, probe_job, run_probe, with_layers
 from lcplan.rope import resolve_rope
 
 TEMPLATES = Path(__file__).parent.parent / "lcplan" / "backends" / "templates"
 RING = {"num_gpus": 8, "cp_size": 8, "offload_activations": True}
+FUSED = {"kernels": "liger"}
 MILLION = {"max_length": 1 << 20, **RING}
 
 
 class Case(NamedTuple):
-    """One probe; ``pair`` names those that differ in nothing but tiles."""
+    """One probe; ``pair`` names those that differ in nothing but these levers."""
 
     name: str
     model: str
@@ -59,6 +62,12 @@ CASES = (
     Case("ring-offload-params", "Qwen/Qwen3-32B", 3,
          {**MILLION, "offload_params": True, "mlp_tile_size": 16_384}, rank=1),
     Case("ring-narrow", "Qwen/Qwen3-0.6B", 6, {**MILLION, "mlp_tile_size": 16_384}, rank=1),
+    Case("fused-small", "Qwen/Qwen3-4B", 4, {"max_length": 16_384, **FUSED}),
+    Case("fused-long", "Qwen/Qwen3-8B", 4, {"max_length": 262_144, **FUSED}, pair="long"),
+    Case("fused-llama", "meta-llama/Llama-3.1-8B", 3, {"max_length": 131_072, **FUSED}),
+    Case("fused-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED}, rank=1, pair="ring"),
+    Case("fused-tiles-long", "Qwen/Qwen3-8B", 4, {"max_length": 262_144, **FUSED, "mlp_tile_size": 16_384}, pair="long"),
+    Case("fused-tiles-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
 )  # fmt: skip
 
 
@@ -78,7 +87,10 @@ def measure(case: Case) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         job = probe_job(spec, plan, resolve_rope(spec, plan.max_length, plan.rope))
-        found = run_probe(job, Path(folder) / "job", rank=case.rank, capacity_bytes=None)
+        try:
+            found = run_probe(job, Path(folder) / "job", rank=case.rank, capacity_bytes=None)
+        except LcplanError as error:
+            return line | {"error": error.message}
     line["wall_s"] = round(time.perf_counter() - started, 1)
     if found.error is not None:
         return line | {"error": found.error}
@@ -88,22 +100,23 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def compare_gradients() -> dict[str, Any]:
-    """How far gradients are apart by rounding: bf16 with and without tiles, each from those of float32 weights."""
+    """How far gradients are apart by rounding: bf16 with tiles, Liger's kernels, neither, each from float32 weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sys.path.insert(0, str(TEMPLATES))
-    tile_mlps = importlib.import_module("tiling").tile_mlps
+    tile_mlps, fuse = importlib.import_module("tiling").tile_mlps, importlib.import_module("model").fuse_kernels
     raw = dict(with_layers(load_model("Qwen/Qwen3-0.6B"), 4).config)
     config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 1000, (1, 16_384), generator=generator).cuda()
 
-    def gradients(dtype: torch.dtype, tile: int | None) -> tuple[float, dict[str, Any]]:
+    def gradients(dtype: torch.dtype, tile: int | None, kernels: str = "none") -> tuple[float, dict[str, Any]]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model = model.cuda().to(dtype)
+        fuse(model, {"kernels": kernels, "mlp_tile_size": tile})
         if tile is not None:
             tile_mlps(model, tile)
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -123,6 +136,10 @@ def compare_gradients() -> dict[str, Any]:
     for tile in (None, 1024, 4096):
         loss, made = gradients(torch.bfloat16, tile)
         found[f"bfloat16_tile_{tile}"] = {"loss": loss, "from_float32": apart(made, exact)}
+    if importlib.util.find_spec("liger_kernel") is not None:  # last: it replaces the rotary embedding for good
+        for tile in (None, 4096):
+            loss, made = gradients(torch.bfloat16, tile, "liger")
+            found[f"bfloat16_liger_tile_{tile}"] = {"loss": loss, "from_float32": apart(made, exact)}
     torch.cuda.empty_cache()
     return found
 

@@ -77,6 +77,7 @@ def packages(plan: TrainPlan) -> tuple[str, ...]:
         "bitsandbytes": plan.quantize != "none" or plan.optim in BITSANDBYTES_OPTIMIZERS,
         "deepspeed": plan.backend == "deepspeed",
         "torchao": plan.optim == "adamw_torch_8bit",
+        "liger-kernel": plan.kernels == "liger",
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
@@ -116,6 +117,12 @@ def _refusals(job: JobSpec) -> tuple[tuple[bool, str, str], ...]:
             "tiles-deepspeed",
             f"--mlp-tile-size {plan.mlp_tile_size} with --backend deepspeed: a tile's backward needs the weights that "
             "ZeRO gathers for a whole forward only. Use --backend fsdp2, or leave it out.",
+        ),
+        (
+            plan.kernels == "liger" and (job.device == "cpu" or plan.backend == "deepspeed"),
+            "kernels-liger",
+            "--kernels liger: its kernels run on CUDA alone, and nobody has tried them here with ZeRO. Use a GPU and "
+            "--backend single or fsdp2, or leave it out.",
         ),
         (
             plan.packing,

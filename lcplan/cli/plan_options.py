@@ -100,6 +100,10 @@ def _plan_flags(
         Flag, _option("DeepSpeed: optimizer on the host.", "--offload-optimizer/--no-offload-optimizer")
     ] = None,
     mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile.")] = None,
+    kernels: Annotated[
+        str | None,
+        _option("none, or liger: norms, RoPE, SwiGLU.", complete=completion.one_of("none", "liger")),
+    ] = None,
     lora_r: Annotated[int | None, _option("LoRA rank.")] = None,
     lora_target_modules: Annotated[str | None, _option("Modules that get an adapter.")] = None,
     lora_dropout: Annotated[float | None, _option("Dropout before the adapters.")] = None,

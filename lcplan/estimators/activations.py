@@ -110,6 +110,20 @@ def norms(
     return num_norms * ((10 if wide else 8) * hidden_size + 4) * tokens
 
 
+@item("activations.fused_norms", "activation")
+def fused_norms(*, tokens: int, hidden_size: int, num_norms: int) -> int:
+    """What Liger's RMSNorm before linears saves beside its input, which is the residual: reciprocal root, output.
+
+    Formula: ``(2*H + 4)*T*norms``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: partial sums of the weight's gradient, one row a multiprocessor
+    Source: liger-kernel 0.8.5 ops/rms_norm.py LigerRMSNormFunction
+    Confidence: modelled
+    """
+    return num_norms * (2 * hidden_size + 4) * tokens
+
+
 @item("activations.closing_norms", "activation")
 def closing_norms(*, tokens: int, hidden_size: int, num_norms: int, wide: bool) -> int:
     """What RMSNorms behind attention and MLP save: float32 input, reciprocal root, normed value.
@@ -199,6 +213,34 @@ def mlp_backward(*, tokens: int, intermediate_size: int, frozen: bool) -> int:
     Confidence: exact
     """
     return (6 if frozen else 4) * intermediate_size * tokens
+
+
+@item("mlp.fused_saved", "activation")
+def fused_mlp_saved(*, tokens: int, intermediate_size: int) -> int:
+    """gate, up and product of a SwiGLU MLP whose activation Liger recomputes, bf16.
+
+    Formula: ``6*I*T``
+    Live in: backward of a layer's MLP; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/swiglu.py LigerSiLUMulFunction
+    Confidence: modelled
+    """
+    return 6 * intermediate_size * tokens
+
+
+@item("mlp.fused_backward", "temporary")
+def fused_mlp_backward(*, tokens: int, hidden_size: int, intermediate_size: int) -> int:
+    """Gradients of the product and of down_proj's weight, above mlp.fused_saved; gate's and up's take their place.
+
+    Formula: ``2*I*T + 2*H*I``
+    Live in: backward of a layer's MLP
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/swiglu.py swiglu_backward
+    Confidence: modelled
+    """
+    return BF16_BYTES * intermediate_size * (tokens + hidden_size)
 
 
 @item("mlp.down_backward", "temporary")

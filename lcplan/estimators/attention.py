@@ -33,6 +33,20 @@ def qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int, wide: bool
     return (width * (heads + kv_heads) * head_dim + 4 * roots) * tokens
 
 
+@item("attention.fused_qk_norm", "activation")
+def fused_qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Liger's RMSNorm of queries and keys per head: input, reciprocal root; its output is rotated in place.
+
+    Formula: ``(2*(h+k)*d + 4*(h+k))*T``
+    Live in: backward of a layer; times layers without checkpointing
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/rms_norm.py, ops/rope.py
+    Confidence: modelled
+    """
+    return (2 * (heads + kv_heads) * head_dim + 4 * (heads + kv_heads)) * tokens
+
+
 @item("attention.saved", "activation")
 def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Query, key, value, output and log-sum-exp that the attention kernel saves.

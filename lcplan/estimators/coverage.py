@@ -51,6 +51,10 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
             f"--mlp-tile-size {plan.mlp_tile_size} with {what}": plan.mlp_tile_size is not None and present
             for what, present in _not_tiled(spec, plan).items()
         },
+        **{
+            f"--kernels {plan.kernels} with {what}": plan.kernels != "none" and present
+            for what, present in _not_fused(spec, plan, plain=plain, masked=masked).items()
+        },
         **_uncovered_lora(spec, plan, plain=plain),
         **_uncovered_deepspeed(spec, plan),
         # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
@@ -116,6 +120,21 @@ def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
         f"--lora-r {plan.lora_r}": plan.lora_r is not None,
         f"--dtype {plan.dtype}": plan.dtype == "float32" and plan.backend != "fsdp2",
+    }
+
+
+def _not_fused(spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool) -> dict[str, bool]:
+    return {
+        spec.model_type: not plain,
+        f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
+        f"--dtype {plan.dtype}": plan.dtype == "float32" and plan.backend != "fsdp2",
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+        f"--loss {plan.loss}": plan.loss != "chunked",
+        f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
+        "a materialised attention mask (padding, or a sliding window)": masked,
+        "--activation-offloading": plan.activation_offloading,
+        f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing == "selective",
+        f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
 
 

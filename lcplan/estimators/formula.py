@@ -137,6 +137,7 @@ class Step:
             self.trained_bytes = weights.BF16_BYTES if self.quantised else weights.FP32_BYTES
         self.tokens = plan.tokens_per_rank
         self.tile = plan.running_tile
+        self.fused = plan.kernels == "liger"
         self.layers = spec.num_hidden_layers
         self.layer = spec.layer_sizes[0] + (adapters if self.frozen else 0)
         self.head = spec.vocab_size * spec.hidden_size + spec.final_norm_parameters
@@ -201,6 +202,7 @@ class Step:
             quantised=self.quantised,
             lora_targets=self.targets,
             tile=self.tile,
+            fused=self.fused,
         )
 
     def phases(self) -> dict[str, Callable[[], Alive]]:
@@ -489,6 +491,9 @@ class Step:
         norm = loss_head.final_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
         alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
+        if self.fused:
+            alive[norm.key] = 0
+            alive[loss_head.fused_norm.key] = loss_head.fused_norm(tokens=tokens, hidden_size=hidden)
         if self.fsdp:
             alive |= self._gathered_at_the_head()
         if self.plan.loss == "full":
@@ -513,6 +518,8 @@ class Step:
         spec, norm = self.spec, loss_head.final_norm_backward
         alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False, stashed=0))
         alive = merge(alive, self._autocast_of(self.layers))
+        if self.fused:
+            norm = loss_head.fused_norm_backward
         alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
         if self.fsdp:
             alive |= self._gathered_at_the_head()

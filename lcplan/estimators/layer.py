@@ -131,6 +131,8 @@ class LayerShape:
     """Adapted linears with inputs and outputs; empty without LoRA."""
     tile: int | None
     """Tokens of one tile of the MLP; None where it runs over all at once."""
+    fused: bool
+    """Liger's norms, rotary embedding and, without tiles, SwiGLU."""
 
     @property
     def saves_input(self) -> bool:
@@ -138,7 +140,7 @@ class LayerShape:
 
         A norm before them saves it where it needs no cast of it, without such a norm the linears where they need none.
         """
-        return self.float32 == bool(self.traits.feeding_norms)
+        return self.fused or self.float32 == bool(self.traits.feeding_norms)
 
     @property
     def repeated_heads(self) -> int:
@@ -199,6 +201,9 @@ def saved(shape: LayerShape) -> Alive:
 
 
 def _norms(shape: LayerShape, *, feeding: int, closing: int, linears: int) -> Alive:
+    if shape.fused:
+        fused = activations.fused_norms
+        return {fused.key: fused(tokens=shape.tokens, hidden_size=shape.spec.hidden_size, num_norms=feeding)}
     alive = {
         activations.norms.key: activations.norms(
             tokens=shape.tokens, hidden_size=shape.spec.hidden_size, num_norms=feeding, float32=shape.float32,
@@ -243,7 +248,9 @@ def _before_scores(shape: LayerShape) -> Alive:
     """The first norm, query and key norms, rotary tables of the layer's own."""
     spec, traits, tokens = shape.spec, shape.traits, shape.tokens
     alive = _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=1 if traits.fused_qkv else 3)
-    if spec.qk_norm != "none":
+    if spec.qk_norm != "none" and shape.fused:
+        alive[attention.fused_qk_norm.key] = attention.fused_qk_norm(tokens=tokens, **shape.heads)
+    elif spec.qk_norm != "none":
         wide = traits.wide_norms
         alive[attention.qk_norm.key] = attention.qk_norm(
             tokens=tokens, wide=wide, full=spec.qk_norm == "full", frozen=shape.frozen, **shape.heads
@@ -280,6 +287,9 @@ def _saved_mlp(shape: LayerShape) -> Alive:
     alive = _norms(shape, feeding=feeding, closing=traits.closing_norms, linears=1 if traits.fused_mlp else 2)
     if shape.tile is not None:
         pass  # its input alone, which is the norm's output
+    elif shape.fused:
+        own = activations.fused_mlp_saved
+        alive[own.key] = own(tokens=shape.tokens, intermediate_size=spec.intermediate_size)
     elif shape.moe is None:
         alive[activations.mlp_saved.key] = activations.mlp_saved(
             tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen
@@ -337,17 +347,20 @@ def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     closing = (_closing_norm(shape),) if shape.traits.closing_norms else ()
     if shape.tile is None:
         return (*closing, _mlp(shape), _attention(shape))
-    feeding = (_norm_before_mlp(shape),) if shape.traits.feeding_norms > 1 else ()
+    feeding = (_norm_before_mlp(shape),) if shape.traits.feeding_norms > 1 and not shape.fused else ()
     return (*closing, _mlp_tile(shape, shape.tile), *feeding, _attention(shape))
 
 
 def _mlp(shape: LayerShape) -> LayerInstant:
     spec = shape.spec
-    item = activations.mlp_backward
+    item, fused = activations.mlp_backward, activations.fused_mlp_backward
     own = {item.key: item(tokens=shape.tokens, intermediate_size=spec.intermediate_size, frozen=shape.frozen)}
+    if shape.fused:
+        sizes = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
+        own = {fused.key: fused(tokens=shape.tokens, **sizes)}
     alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, 1))
     alive = merge(alive, _autocast(shape, linears=2))
-    made = 0 if shape.frozen else spec.hidden_size * spec.intermediate_size
+    made = 0 if shape.frozen or shape.fused else spec.hidden_size * spec.intermediate_size
     return LayerInstant("mlp", alive, made)
 
 

@@ -34,6 +34,34 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) ->
     return (width * hidden_size + 4) * tokens
 
 
+@item("loss_head.fused_norm", "activation")
+def fused_norm(*, tokens: int, hidden_size: int) -> int:
+    """What Liger's final RMSNorm saves: input, reciprocal root.
+
+    Formula: ``(2*H + 4)*T``
+    Live in: loss
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/rms_norm.py LigerRMSNormFunction
+    Confidence: modelled
+    """
+    return (2 * hidden_size + 4) * tokens
+
+
+@item("loss_head.fused_norm_backward", "temporary")
+def fused_norm_backward(*, tokens: int, hidden_size: int) -> int:
+    """Backward of Liger's final RMSNorm: its input, and the gradient, which it changes in place.
+
+    Formula: ``(4*H + 4)*T``
+    Live in: final_norm
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/rms_norm.py rms_norm_backward
+    Confidence: modelled
+    """
+    return (4 * hidden_size + 4) * tokens
+
+
 @item("loss_head.final_norm_forward", "temporary")
 def final_norm_forward(*, tokens: int, hidden_size: int, wide: bool) -> int:
     """Forward of the final RMSNorm, its casts, and the hidden states before and after all layers.

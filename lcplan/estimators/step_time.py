@@ -98,6 +98,18 @@ WIDE_TRAFFIC: dict[str, tuple[Traffic, Traffic]] = {
 """The same for float32 weights under bf16 autocast; counted by tools/count_traffic.py on transformers 5.24."""
 
 
+_FUSED_LLAMA = (Traffic(20, 6, 4, 4), Traffic(42, 10, 6, 6))
+_FUSED_QWEN3 = (Traffic(20, 6, 8, 8), Traffic(42, 10, 12, 12))
+FUSED_TRAFFIC: dict[str, tuple[Traffic, Traffic]] = {
+    "llama": _FUSED_LLAMA,
+    "mistral": _FUSED_LLAMA,
+    "qwen2": _FUSED_LLAMA,
+    "qwen3": _FUSED_QWEN3,
+}
+"""The same with Liger's kernels: what each of them (liger-kernel 0.8.5 ops), residual sums and sums of gradients read
+and write, by hand."""
+
+
 @dataclass(frozen=True)
 class StepParts:
     """Seconds by part; they add up to the step."""
@@ -272,7 +284,7 @@ class StepTimer:
         key = (
             plan.max_length, plan.per_device_train_batch_size, plan.cp_size, plan.sp_size, plan.loss, plan.dtype,
             plan.activation_checkpointing, plan.checkpoint_every_n_layers, plan.lora_r, plan.lora_target_modules,
-            plan.backend, plan.running_tile,
+            plan.backend, plan.mlp_tile_size, plan.kernels,
         )  # fmt: skip
         if key not in self._known:
             recomputed, kept = self._recomputed(plan)
@@ -337,6 +349,11 @@ class StepTimer:
             "hidden_size": spec.hidden_size, "mlp_size": self.mlp, "query_size": self.query, "key_size": self.key,
         }  # fmt: skip
         ahead, back = WIDE_TRAFFIC.get(spec.model_type, _LLAMA_WIDE) if wide else TRAFFIC.get(spec.model_type, _LLAMA)
+        if plan.kernels == "liger" and spec.model_type in FUSED_TRAFFIC:
+            fused = FUSED_TRAFFIC[spec.model_type]
+            # in tiles the SwiGLU stays transformers' own
+            tiled = [ahead.mlp, back.mlp] if plan.mlp_tile_size is not None else [each.mlp for each in fused]
+            ahead, back = (each._replace(mlp=mlp) for each, mlp in zip(fused, tiled, strict=True))
         forward: float = elementwise_bytes(traffic=ahead, **sizes)
         backward = elementwise_bytes(traffic=back, **sizes)
         if spec.moe is not None:

@@ -36,6 +36,7 @@ def not_traced(plan: TrainPlan) -> list[str]:
     refused = {
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
         f"--loss {plan.loss}": plan.loss not in ("chunked", "full"),
+        f"--kernels {plan.kernels}": plan.kernels != "none",
         f"--quantize {plan.quantize}": plan.quantize != "none",
         f"--optim {plan.optim}": plan.optim not in OPTIMIZERS,
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation == "flash_attention_2",

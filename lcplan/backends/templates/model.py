@@ -39,6 +39,7 @@ def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty
     """
     plan = job["plan"]
     model = _build(job, config, device, empty=empty)
+    fuse_kernels(model, plan)
     if plan["mlp_tile_size"] is not None:
         try:
             tile_mlps(model, plan["mlp_tile_size"])
@@ -50,6 +51,23 @@ def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty
             module.requires_grad_(False)
             module.to(getattr(torch, plan["dtype"]))
     return model
+
+
+def fuse_kernels(model: PreTrainedModel, plan: dict[str, Any]) -> None:
+    """Liger's kernels by transformers' own switch; not its loss, and its SwiGLU only where tiles need not recompute it.
+
+    TRL's ``use_liger_kernel`` does the same when training starts, over what has replaced an MLP by then, and is to go.
+    """
+    if plan["kernels"] != "liger":
+        return
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from transformers.integrations.liger import apply_liger_kernel
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # it would be left as it is, without a word
+        raise JobError(f"--kernels liger: Liger has none for {model.config.model_type}. Leave it out.")
+    whole = plan["mlp_tile_size"] is None
+    kernels = {"rope": True, "rms_norm": True, "swiglu": whole, "geglu": whole}
+    apply_liger_kernel(model, {**kernels, "cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def _build(job: dict[str, Any], config: Any, device: torch.device, *, empty: bool) -> PreTrainedModel:

@@ -103,12 +103,14 @@ def tile_mlps(model: Any, tile_size: int) -> None:
     """Let every decoder layer's MLP run over tiles of ``tile_size`` tokens.
 
     Raises:
-        ValueError: when a layer has no dense MLP, or one that draws random numbers.
+        ValueError: when a layer has no dense MLP, or one that draws random numbers or is not its class's own.
     """
     for index, layer in enumerate(model.get_decoder().layers):
         mlp = getattr(layer, "mlp", None)
         if not isinstance(getattr(mlp, "down_proj", None), torch.nn.Linear):
             raise ValueError(f"decoder layer {index} has no dense MLP ({type(mlp).__name__})")
+        if "forward" in vars(mlp):
+            raise ValueError(f"the MLP of decoder layer {index} was replaced already")
         if any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in mlp.modules()):
             raise ValueError(f"decoder layer {index} has dropout in its MLP, which a tile would draw anew")
         mlp.__class__ = type(f"Tiled{type(mlp).__name__}", (_TiledMLP, type(mlp)), {"tile_size": tile_size})
