@@ -66,7 +66,8 @@ CASES = (
     Case("fused-long", "Qwen/Qwen3-8B", 4, {"max_length": 262_144, **FUSED}, pair="long"),
     Case("fused-llama", "meta-llama/Llama-3.1-8B", 3, {"max_length": 131_072, **FUSED}),
     Case("fused-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED}, rank=1, pair="ring"),
-    Case("fused-tiles-long", "Qwen/Qwen3-8B", 4, {"max_length": 262_144, **FUSED, "mlp_tile_size": 16_384}, pair="long"),
+    Case("fused-tiles-long", "Qwen/Qwen3-8B", 4,
+         {"max_length": 262_144, **FUSED, "mlp_tile_size": 16_384}, pair="long"),
     Case("fused-tiles-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
 )  # fmt: skip
 
