@@ -53,6 +53,7 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"scored_fraction": 0.1},
     {"padding": True, "per_device_train_batch_size": 2},
     {"mlp_tile_size": 384},
+    {"mlp_tile_size": 9000},
     {"mlp_tile_size": 100, "activation_checkpointing": "none"},
     {"mlp_tile_size": 512, "offload_activations": True},
     {"mlp_tile_size": 512, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},

@@ -126,21 +126,25 @@ def compare_gradients() -> dict[str, Any]:
         # a small loss of the last hidden states: logits of so many tokens would take most of the GPU
         loss = decoder(input_ids=ids, use_cache=False).last_hidden_state.float().pow(2).mul(0.5).sin().mean()
         loss.backward()
-        return float(loss), {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
 
-    def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-        return max(float((one[n] - other[n]).norm() / other[n].norm()) for n in one if float(other[n].norm()) > 0)
+    def apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+        """The largest relative distance of a gradient: of the MLPs' weights, and of the others."""
+        each = {n: float((one[n] - other[n]).norm() / other[n].norm()) for n in one if float(other[n].norm()) > 0}
+        return {
+            "mlp": max(size for name, size in each.items() if ".mlp." in name),
+            "others": max(size for name, size in each.items() if ".mlp." not in name),
+        }
 
     exact_loss, exact = gradients(torch.float32, None)
     tiled_loss, tiled = gradients(torch.float32, 3000)
-    found = {"float32_losses": [exact_loss, tiled_loss], "float32_tiled_from_untiled": apart(tiled, exact)}
-    for tile in (None, 1024, 4096):
-        loss, made = gradients(torch.bfloat16, tile)
-        found[f"bfloat16_tile_{tile}"] = {"loss": loss, "from_float32": apart(made, exact)}
+    found: dict[str, Any] = {"float32_losses": [exact_loss, tiled_loss], "float32_tiled": apart(tiled, exact)}
+    ways: list[tuple[int | None, str]] = [(None, "none"), (1024, "none"), (4096, "none")]
     if importlib.util.find_spec("liger_kernel") is not None:  # last: it replaces the rotary embedding for good
-        for tile in (None, 4096):
-            loss, made = gradients(torch.bfloat16, tile, "liger")
-            found[f"bfloat16_liger_tile_{tile}"] = {"loss": loss, "from_float32": apart(made, exact)}
+        ways += [(None, "liger"), (4096, "liger")]
+    for tile, kernels in ways:
+        loss, made = gradients(torch.bfloat16, tile, kernels)
+        found[f"bfloat16, tile {tile}, kernels {kernels}"] = {"loss": loss, "from_float32": apart(made, exact)}
     torch.cuda.empty_cache()
     return found
 

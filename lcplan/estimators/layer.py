@@ -370,12 +370,19 @@ def _closing_norm_over(shape: LayerShape) -> Alive:
 
 
 def _mlp_tile(shape: LayerShape, tile: int) -> LayerInstant:
-    """A tile's backward, after others; the weights' gradients are the layer's own until the last."""
-    spec, running, sums = shape.spec, activations.mlp_tile, activations.mlp_tile_gradients
-    own = {
-        running.key: running(tile=tile, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size),
-        sums.key: sums(mlp_parameters=shape.parameters.mlp),
-    }
+    """The largest tile's backward: one of those behind the first, or where these are smaller the first.
+
+    The weights' gradients are the layer's own until the last tile; the first makes them as it goes.
+    """
+    spec, first, later = shape.spec, activations.mlp_first_tile, activations.mlp_tile
+    sums, down = activations.mlp_tile_gradients, spec.hidden_size * spec.intermediate_size
+    sizes = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
+    rest = min(tile, shape.tokens - tile)
+    own = max(
+        {later.key: later(tile=rest, **sizes), sums.key: sums(parameters=shape.parameters.mlp)},
+        {first.key: first(tile=tile, **sizes), sums.key: sums(parameters=down)},
+        key=lambda alive: sum(alive.values()),
+    )
     # the gradients of the residual and of the MLP's input, and that of its output where it is another than the first
     copies = 3 if shape.traits.closing_norms or shape.traits.scales_residual else 2
     alive = merge(saved(shape), own, _closing_norm_over(shape), _residual(shape, shape.tokens, copies))
