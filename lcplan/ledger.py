@@ -59,7 +59,8 @@ def instant_words(phase: str, num_layers: int) -> str:
         return named.get(phase, "the backward of the embedding" if phase == "backward.embedding" else f"the {phase}")
     index, _, part = phase.removeprefix("backward[").partition("].")
     layer = {0: "the first layer", num_layers - 1: "the last layer"}.get(int(index), f"layer {index}")
-    return f"the backward of the {'MLP' if part == 'mlp' else part.replace('_', ' ')} of {layer}"
+    name = {"mlp": "MLP", "mlp_norm": "norm before the MLP"}.get(part, part.replace("_", " "))
+    return f"the backward of the {name} of {layer}"
 
 
 class MemoryItem(Record):

@@ -319,7 +319,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="dense MLPs; a patch of the model, which the generated job has",
         excludes=("activation-offloading",),
         dimension="mlp",
-        settings=lambda _spec, _gpus: tuple({"mlp_tile_size": size} for size in TILE_SIZES),
+        settings=lambda spec, _gpus: tuple({"mlp_tile_size": size} for size in TILE_SIZES if spec.moe is None),
         settings_alike=True,
         is_on=lambda _, plan: plan.mlp_tile_size is not None,
     ),

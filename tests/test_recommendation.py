@@ -26,9 +26,27 @@ def ask(spec: ModelSpec, gpu: GpuSpec, **goal: Any) -> Recommendation:
     return recommend(spec, Goal(gpu=gpu.id, **goal), gpu)
 
 
+UNTILED = {"mlp_tile_size": None}
+"""The guide's stack has no tiled MLPs."""
+
+
 @pytest.fixture(scope="module")
 def guide() -> Recommendation:
-    return ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**20, num_gpus=8)
+    return ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**20, num_gpus=8, fixed=UNTILED)
+
+
+def test_tiles_make_room_for_a_second_sequence(guide: Recommendation) -> None:
+    """Two groups of four GPUs, each with a sequence of its own: fewer partial results to merge."""
+    answer = ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**20, num_gpus=8)
+    best = answer.plans[0]
+    assert "mlp-tiles" in best.levers
+    assert (best.plan.cp_size, best.plan.dp_shard_size) == (4, 2)
+    assert best.steps[-1].lever == "mlp-tiles"
+    assert answer.binding.startswith("attention.ring_backward (23.5")
+    ours, theirs = (found.plans[0].report.tokens_per_second for found in (answer, guide))
+    assert ours is not None
+    assert theirs is not None
+    assert ours > theirs
 
 
 def test_the_guides_plan(guide: Recommendation) -> None:
@@ -91,7 +109,7 @@ def test_memory_against_time(guide: Recommendation) -> None:
 
 def test_headroom_is_asked_for_and_kept() -> None:
     spec = load_model("Qwen/Qwen3-8B")
-    tight = ask(spec, H100, max_length=2**20, num_gpus=8, headroom_bytes=0).plans[0]
+    tight = ask(spec, H100, max_length=2**20, num_gpus=8, headroom_bytes=0, fixed=UNTILED).plans[0]
     assert tight.plan.offload_params, "2 GiB free, and 0.6% faster than the guide's plan"
     assert not tight.plan.offload_activations
     roomy = ask(spec, H100, max_length=2**20, num_gpus=8, headroom_bytes=30 * GIB).plans[0]
@@ -130,13 +148,14 @@ def test_the_guides_ladder_on_one_card() -> None:
     spec = load_model("Qwen/Qwen3-4B")
     kept = {
         "activation_checkpointing": "full", "checkpoint_every_n_layers": 1, "activation_offloading": False,
-        "offload_activations": False,
+        "offload_activations": False, **UNTILED,
     }  # fmt: skip
     lengths = [
         ask(spec, H100, fixed=kept | change).plans[0].plan.max_length
         for change in ({"loss": "full"}, {}, {"offload_activations": True})
     ]
     assert lengths == pytest.approx([28_027, 140_358, 227_885], rel=0.005)
+    assert ask(spec, H100).plans[0].plan.max_length == pytest.approx(351_339, rel=0.005), "and its MLPs in tiles"
 
 
 def test_a_scaling_model_goes_no_further_than_it_reaches() -> None:
@@ -146,7 +165,7 @@ def test_a_scaling_model_goes_no_further_than_it_reaches() -> None:
 
 def test_nothing_fits_and_what_would() -> None:
     spec = load_model("Qwen/Qwen3-8B")
-    answer = ask(spec, H100, max_length=2**20, num_gpus=2)
+    answer = ask(spec, H100, max_length=2**20, num_gpus=2, fixed=UNTILED)
     assert answer.plans == ()
     assert answer.nearest is not None
     assert not answer.nearest.report.fits
@@ -154,8 +173,8 @@ def test_nothing_fits_and_what_would() -> None:
     miss, *changes = answer.changes
     assert "GiB short in the backward of the MLP of the last layer" in miss
     more = next(int(change.split()[0]) for change in changes if "more h100-80gb" in change)
-    assert ask(spec, H100, max_length=2**20, num_gpus=2 + more).plans
-    assert not ask(spec, H100, max_length=2**20, num_gpus=1 + more).plans
+    assert ask(spec, H100, max_length=2**20, num_gpus=2 + more, fixed=UNTILED).plans
+    assert not ask(spec, H100, max_length=2**20, num_gpus=1 + more, fixed=UNTILED).plans
     length = next(int(change.split()[1].replace(",", "")) for change in changes if change.startswith("max_length"))
     assert ask(spec, H100, max_length=length, num_gpus=2).plans
     assert any(change.startswith("2 x ") for change in changes)
@@ -163,11 +182,11 @@ def test_nothing_fits_and_what_would() -> None:
 
 def test_a_miss_by_the_headroom_alone_says_so() -> None:
     spec = load_model("Qwen/Qwen3-8B")
-    answer = ask(spec, H100, max_length=2**20, num_gpus=4, headroom_bytes=4 * GIB)
+    answer = ask(spec, H100, max_length=2**20, num_gpus=4, headroom_bytes=4 * GIB, fixed=UNTILED)
     assert answer.plans == ()
     assert answer.nearest is not None
     assert answer.nearest.report.fits
-    unasked = ask(spec, H100, max_length=2**20, num_gpus=4)
+    unasked = ask(spec, H100, max_length=2**20, num_gpus=4, fixed=UNTILED)
     assert unasked.headroom_bytes == 0, "5% are a wish only"
     assert unasked.plans[0].report.fits
     assert answer.changes[1].startswith("a headroom of 3.7")
@@ -252,7 +271,7 @@ def test_an_untimed_gpu_has_an_order_and_no_times() -> None:
 
 
 def test_several_nodes() -> None:
-    answer = ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**21, num_gpus=16)
+    answer = ask(load_model("Qwen/Qwen3-8B"), H100, max_length=2**21, num_gpus=16, fixed=UNTILED)
     plan = answer.plans[0].plan
     assert (plan.num_gpus, plan.gpus_per_node, plan.cp_size) == (16, 8, 16)
 
