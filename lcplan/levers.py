@@ -321,7 +321,7 @@ LEVERS: tuple[Lever, ...] = (
         dimension="mlp",
         settings=lambda spec, _gpus: tuple({"mlp_tile_size": size} for size in TILE_SIZES if spec.moe is None),
         settings_alike=True,
-        is_on=lambda _, plan: plan.mlp_tile_size is not None,
+        is_on=lambda _, plan: plan.running_tile is not None,
     ),
     Lever(
         id="fused-kernels",

@@ -28,7 +28,7 @@ LEVER_NAMES: tuple[tuple[str, Callable[[TrainPlan], bool]], ...] = (
     ("zero-2", lambda plan: plan.zero_stage == 2),
     ("zero-3", lambda plan: plan.zero_stage == 3),
     ("ddp", lambda plan: plan.backend == "ddp"),
-    ("mlp-tiles", lambda plan: plan.mlp_tile_size is not None),
+    ("mlp-tiles", lambda plan: plan.running_tile is not None),
     ("fused-kernels", lambda plan: plan.kernels != "none"),
     ("full-loss", lambda plan: plan.loss == "full"),
     ("chunked-256-loss", lambda plan: plan.loss == "chunked-256"),

@@ -26,8 +26,8 @@ def ask(spec: ModelSpec, gpu: GpuSpec, **goal: Any) -> Recommendation:
     return recommend(spec, Goal(gpu=gpu.id, **goal), gpu)
 
 
-UNTILED = {"mlp_tile_size": None}
-"""The guide's stack has no tiled MLPs."""
+UNTILED = {"mlp_tile_size": 2**30}
+"""One tile has all tokens: the guide's stack has no tiled MLPs."""
 
 
 @pytest.fixture(scope="module")

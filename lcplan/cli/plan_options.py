@@ -99,7 +99,7 @@ def _plan_flags(
     offload_optimizer: Annotated[
         Flag, _option("DeepSpeed: optimizer on the host.", "--offload-optimizer/--no-offload-optimizer")
     ] = None,
-    mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile.")] = None,
+    mlp_tile_size: Annotated[int | None, _option("Tokens of one MLP tile; no tiles with as many as a GPU has.")] = None,
     kernels: Annotated[
         str | None,
         _option("none, or liger: norms, RoPE, SwiGLU.", complete=completion.one_of("none", "liger")),
