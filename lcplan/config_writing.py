@@ -23,7 +23,7 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
         PlanError: for a lever that these keys cannot say.
     """
     for name, problem in (
-        ("mlp_tile_size", plan.mlp_tile_size is not None),
+        ("mlp_tile_size", plan.running_tile is not None),
         ("loss", plan.loss == "full"),
     ):
         if problem:

@@ -34,6 +34,7 @@ PULLED = {
     "frozen-tables": {"freeze_head": True},
     "padding": {"padding": True},
     "mlp-tiles": {"mlp_tile_size": 128},
+    "fused-kernels": {"kernels": "liger"},
     "full-loss": {"loss": "full"},
     "float32": {"dtype": "float32"},
     "batch": {"per_device_train_batch_size": 2},

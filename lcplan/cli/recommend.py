@@ -72,6 +72,7 @@ def command(
     from lcplan.hardware import load_gpu
     from lcplan.recommendation import SEARCHED, Goal, compare_gpus, recommend
     from lcplan.reports.terminal import print_recommendation
+    from lcplan.train_plan import MAX_TOKENS
     from lcplan.units import parse_bytes
 
     size_units = check_units(units)
@@ -80,6 +81,8 @@ def command(
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     decided = {k: v for k, v in (base.plan if base else {}).items() if k not in SEARCHED}
     fixed = decided | given
+    if emit is not None:  # trl has no key for tiles: one has all tokens
+        fixed.setdefault("mlp_tile_size", MAX_TOKENS)
     length = fixed.pop("max_length", None)
     if longest and "max_length" in given:
         raise InputError("two-lengths", "--longest looks for a length, --max-length gives one. Use one of them.")
