@@ -146,11 +146,11 @@ def test_recommend(lcplan) -> None:
     assert result.code == 0
     text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
-    assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 --offload-activations"
+    assert command == f"lcplan estimate {' '.join(goal)} --cp-size 4 --mlp-tile-size 16384 --offload-activations"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
     answer = json.loads(lcplan("recommend", *goal, "--json").out)
     assert set(answer) >= {"schema_version", "goal", "plans", "searched", "binding"}
-    assert answer["plans"][0]["levers"][-1] == "context-parallel"
+    assert answer["plans"][0]["levers"][-2:] == ["context-parallel", "mlp-tiles"]
 
 
 def test_recommend_nothing_exits_1(lcplan) -> None:

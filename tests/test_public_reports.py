@@ -34,9 +34,9 @@ from tests.public_reports import (
 
 PLAIN: dict[str, Any] = {
     "activation_checkpointing": "full", "checkpoint_every_n_layers": 1, "offload_activations": False,
-    "activation_offloading": False, "offload_params": False, "loss": "full",
+    "activation_offloading": False, "offload_params": False, "loss": "full", "mlp_tile_size": 1 << 30,
 }  # fmt: skip
-"""The stack before the guide's levers: layers recomputed, full logits, nothing offloaded."""
+"""The stack before the guide's levers: layers recomputed, full logits, nothing offloaded, MLPs whole."""
 WITH_SLACK = 1 + runtime.ALLOCATOR_SLACK_PERMILLE / 1000
 """Device bytes for one byte of tensors."""
 
@@ -200,7 +200,8 @@ def test_r08_tokens_and_gpus_doubled_together() -> None:
     assert peak_gb(gathering) == pytest.approx(49.12, rel=OURS)
     assert gathering.dominant.key == "attention.ring_gathered_kv"
     spec, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("h100-80gb")
-    on_8, on_16 = (recommend(spec, Goal(max_length=2 << 20, gpu=gpu.id, num_gpus=n), gpu) for n in (8, 16))
+    goal = {"max_length": 2 << 20, "gpu": gpu.id, "fixed": {"mlp_tile_size": 2 << 20}}
+    on_8, on_16 = (recommend(spec, Goal(num_gpus=n, **goal), gpu) for n in (8, 16))
     assert on_8.plans[0].plan.offload_params, "it fits since the states may lie on the host"
     assert on_8.headroom_bytes == 0
     assert on_16.plans[0].plan.tokens_per_rank == 131_072
