@@ -102,18 +102,11 @@ def print_table(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run both kinds twice."""
-    parser = runs.arguments(__doc__, "job-overhead")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--preset", help="instead of --model; smoke runs on the CPU")
-    parser.add_argument("--max-length", type=int, default=32_768)
-    parser.add_argument("--max-steps", type=int, default=8)
-    parser.add_argument("--gpu", default="h200")
-    args = parser.parse_args(argv)
+    parser = runs.arguments(__doc__, "job-overhead", model="Qwen/Qwen3-0.6B", max_length=32_768, max_steps=8)
+    args = runs.parse(parser, argv)
     record = runs.Record(args.output)
-    data = runs.data_of(args, args.max_steps * args.max_length)
-    what = ("--preset", args.preset) if args.preset else (args.model, "--gpu", args.gpu)
-    plan = (*what, "--max-length", str(args.max_length), "--per-device-train-batch-size", "1", "--rope", "none")
-    options = ("--init", "random", "--data", data, "--max-steps", str(args.max_steps), "--no-save")
+    plan = (*runs.plan_flags(args), "--per-device-train-batch-size", "1", "--rope", "none")
+    options = runs.run_flags(args, num_rows=args.max_steps)
     jobs = [runs.Job(f"job-{number}", plan, options) for number in (1, 2)]
     runs.predict_all(jobs[:1], record)
     found = []

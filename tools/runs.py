@@ -63,16 +63,46 @@ class Record:
             file.write(line + "\n")
 
 
-def arguments(description: str | None, folder: str) -> argparse.ArgumentParser:
-    """The options that every script has."""
+def arguments(description: str | None, folder: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that every script has; ``parse`` reads them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines; replaced")
     parser.add_argument("--folder", type=Path, default=Path("runs") / folder, help="new folder for the jobs")
+    parser.add_argument("--model", help="a model of the catalog, with random weights")
+    parser.add_argument("--preset", help="instead of --model; smoke runs on the CPU")
+    parser.add_argument("--max-length", type=int, help="that of the preset if not given")
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--gpu", help="that of the preset if not given, h200 for a model")
     parser.add_argument("--data", help="text, as lcplan run takes it; the standard library's sources if not given")
     parser.add_argument("--dry-run", action="store_true", help="render every job, say what is predicted, start none")
     parser.add_argument("--force", action="store_true", help="passed on to lcplan run")
-    parser.set_defaults(began=time.monotonic())
+    parser.epilog = "Any other option is a plan's, and passed on to lcplan."
+    parser.set_defaults(began=time.monotonic(), **defaults)
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options; ``more`` has those that lcplan reads."""
+    args, more = parser.parse_known_args(argv)
+    args.more = tuple(more)
+    return args
+
+
+def plan_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """What every job's plan has: model or preset, length, GPU, and the options passed on."""
+    flags = ("--preset", args.preset) if args.preset else (args.model, "--gpu", args.gpu or "h200")
+    flags += ("--gpu", args.gpu) if args.preset and args.gpu else ()
+    flags += ("--max-length", str(args.max_length)) if args.max_length else ()
+    return flags + args.more
+
+
+def run_flags(args: argparse.Namespace, *, num_rows: int) -> tuple[str, ...]:
+    """What every run has: random weights, steps, and text for so many rows."""
+    data = args.data
+    if data is None:
+        data = str(args.folder / "text.txt")
+        write_text(Path(data), num_rows * args.max_length)
+    return ("--init", "random", "--data", data, "--max-steps", str(args.max_steps), "--no-save")
 
 
 def write_text(path: Path, num_tokens: int) -> None:
@@ -93,15 +123,6 @@ def write_text(path: Path, num_tokens: int) -> None:
             size += len(text.encode())
     if size < wanted:
         raise ValueError(f"{library} has {size:,} bytes of sources, and {num_tokens:,} tokens need {wanted:,}.")
-
-
-def data_of(args: argparse.Namespace, num_tokens: int) -> str:
-    """What ``--data`` names, or a text that is long enough."""
-    if args.data is not None:
-        return str(args.data)
-    path = args.folder / "text.txt"
-    write_text(path, num_tokens)
-    return str(path)
 
 
 def predict(job: Job) -> dict[str, Any] | None:
