@@ -106,9 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     args = runs.parse(parser, argv)
     record = runs.Record(args.output)
     plan = (*runs.plan_flags(args), "--per-device-train-batch-size", "1", "--rope", "none")
-    options = runs.run_flags(args, num_rows=args.max_steps)
-    jobs = [runs.Job(f"job-{number}", plan, options) for number in (1, 2)]
-    runs.predict_all(jobs[:1], record)
+    report = runs.predict_all({"job": plan}, record)["job"]
+    jobs = [runs.Job(f"job-{number}", plan, runs.run_flags(args, report)) for number in (1, 2)]
     found = []
     for number, job in enumerate(jobs, 1):
         found.append(of_job(job, args, record))

@@ -156,10 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loss-tolerance", type=float, default=0.0, help="kernels that add in any order need some")
     args = runs.parse(parser, argv)
     record = runs.Record(args.output)
-    plan, options = runs.plan_flags(args), runs.run_flags(args, num_rows=args.max_steps)
+    plan = runs.plan_flags(args)
+    options = runs.run_flags(args, runs.predict_all({"whole": plan}, record)["whole"])
     whole = runs.Job("whole", plan, options)
     disturbed = runs.Job("killed", plan, (*options, "--save-steps", str(SAVE_STEPS)))
-    runs.predict_all([whole], record)
     first = runs.run_job(whole, args, record)
     if args.dry_run:
         return runs.failed([first, runs.run_job(disturbed, args, record)])

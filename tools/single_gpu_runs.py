@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = runs.parse(parser, argv)
     record = runs.Record(args.output)
-    plan, options = runs.plan_flags(args), runs.run_flags(args, num_rows=args.max_steps)
-    jobs = [runs.Job(kind, (*plan, *KINDS[kind]), options) for kind in args.kinds]
-    runs.predict_all(jobs, record)
+    plans = {kind: (*runs.plan_flags(args), *KINDS[kind]) for kind in args.kinds}
+    reports = runs.predict_all(plans, record)
+    jobs = [runs.Job(kind, plans[kind], runs.run_flags(args, reports[kind])) for kind in args.kinds]
     done = [runs.run_job(job, args, record) for job in jobs]
     if not args.dry_run:
         runs.compared_table(done)
