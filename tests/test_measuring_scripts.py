@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from lcplan.presets import load_preset
 from lcplan.train_plan import TrainPlan
+from tests.jobs import ROOT, run_python
+from tests.test_smoke_run import ON_CPU, RANK_0_OF_N
 from tools import eight_gpus, job_overhead, kill_a_rank, runs, single_gpu_runs, ulysses
 
 pytestmark = pytest.mark.train
@@ -99,6 +102,25 @@ def test_a_dry_run_renders_what_is_predicted(
         assert job["model"]["init"] == "random"
         text = Path(job["data"]["paths"][0])
         assert text.stat().st_size >= job["training"]["max_steps"] * plan["max_length"] * runs.BYTES_PER_TOKEN
+
+
+def test_the_job_on_several_gpus_trains_as_one_of_their_ranks(tmp_path: Path) -> None:
+    """The rendered job's own FSDP2 and ring attention, as rank 0 of 8 in the fake process group on this CPU."""
+    config = tmp_path / "small" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(load_preset("smoke").config), "utf-8")
+    arguments = ["--model", str(config), "--num-gpus", "8", "--cp-size", "4", "--max-length", "512", "--rope", "none"]
+    dry_run(eight_gpus, tmp_path, *arguments)
+    folder = tmp_path / "jobs" / "job"
+    (folder / "on_cpu.py").write_text(ON_CPU, "utf-8")
+    (folder / "rank_0.py").write_text(RANK_0_OF_N, "utf-8")
+    done = run_python("rank_0.py", cwd=folder, PYTHONPATH=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = runs.read_folder(folder)["result"]
+    assert result is not None
+    assert (result["world_size"], result["distributed_type"]) == (8, "FSDP")
+    assert result["first_layer_sees"] == [1, 128]
+    assert len(result["steps"]) == 2
 
 
 def test_a_job_that_does_not_end_in_time_is_refused_with_a_length_that_would(tmp_path: Path) -> None:

@@ -67,13 +67,16 @@ class Record:
             file.write(line + "\n")
 
 
-def arguments(description: str | None, folder: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The options that every script has; ``parse`` reads them."""
+def arguments(
+    description: str | None, folder: str, *, model: str | None = None, preset: str | None = None, **defaults: Any
+) -> argparse.ArgumentParser:
+    """The options that every script has, for ``parse``; ``model`` or ``preset`` is what is run if none is named."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines; replaced")
     parser.add_argument("--folder", type=Path, default=Path("runs") / folder, help="new folder for the jobs")
-    parser.add_argument("--model", help="a model of the catalog, with random weights")
-    parser.add_argument("--preset", help="instead of --model; smoke runs on the CPU")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", help="a model of the catalog or a config.json, with random weights")
+    what.add_argument("--preset", help="smoke runs on the CPU")
     parser.add_argument("--max-length", type=int, help="that of the preset if not given")
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--gpu", help="that of the preset if not given, h200 for a model")
@@ -81,7 +84,7 @@ def arguments(description: str | None, folder: str, **defaults: Any) -> argparse
     parser.add_argument("--dry-run", action="store_true", help="render every job, say what is predicted, start none")
     parser.add_argument("--force", action="store_true", help="passed on to lcplan run")
     parser.epilog = "Any other option is a plan's, and passed on to lcplan."
-    parser.set_defaults(began=time.monotonic(), **defaults)
+    parser.set_defaults(began=time.monotonic(), usual=(model, preset), **defaults)
     return parser
 
 
@@ -89,6 +92,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     """The options; ``more`` has those that lcplan reads."""
     args, more = parser.parse_known_args(argv)
     args.more = tuple(more)
+    if args.model is None and args.preset is None:
+        args.model, args.preset = args.usual
     return args
 
 
@@ -287,7 +292,11 @@ def why_nothing(run: dict[str, Any]) -> str:
     result = run["result"]
     if result is None:
         return f"no result (exit code {run['exit_code']})"
-    return str(result["error"] or "measured, with no formula for the plan")
+    if result["error"]:
+        return str(result["error"])
+    if result["peak_allocated_bytes_per_rank"][0] is None:
+        return "ran on a CPU, which has no GPU memory"
+    return "measured, and not compared: one step alone, or a plan that the formulas do not cover"
 
 
 def failed(runs: Sequence[dict[str, Any]]) -> int:
