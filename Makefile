@@ -22,7 +22,7 @@ help: ## Show this help
 	touch .venv/train.stamp
 
 .venv/test.stamp: .venv/train.stamp
-	$(PIP) install -c constraints.txt -e '.[train,test]'
+	$(PIP) install -c constraints.txt -e '.[train,quantize,deepspeed,test]'
 	touch .venv/test.stamp
 
 .venv/docs.stamp: .venv/bin/python pyproject.toml

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Tries to install the Debian packages that some tests use; tests skip where one is missing, so this never fails.
 packages=(
-    chromium # tests of the pages in a real browser
-    fish zsh # tests of the completion in these shells
-    slurm-wlm munge # a real Slurm for the launcher's tests
+    chromium # the pages in a real browser
+    fish zsh # the completion in these shells
+    slurm-wlm munge # a real Slurm for the launcher
+    g++ # DeepSpeed compiles its collectives for the CPU
 )
 missing=()
 for package in "${packages[@]}"; do

@@ -101,10 +101,15 @@ def check_job(job: JobSpec) -> None:
         )
 
 
+def _joins_texts(job: JobSpec) -> bool:
+    """Whether the data is known to be joined end to end; with ``auto`` its first record decides."""
+    return job.data.kind == "python-docs" or job.data.format in ("text", "input_ids")
+
+
 def _refusals(job: JobSpec) -> tuple[tuple[bool, str, str], ...]:
     """What neither TRL nor the scripts can do: whether it is asked for, a code, a message."""
     plan = job.plan
-    joined = job.data.kind == "python-docs" or job.data.format in ("text", "input_ids")
+    joined = _joins_texts(job)
     return (
         (
             plan.mlp_tile_size is not None,
@@ -161,7 +166,8 @@ def readme_text(job: JobSpec) -> str:
         command=shlex.join(COMMAND),
         plan=job.plan.model_dump(mode="json"),
         rope=job.rope and job.rope.model_dump(mode="json"),
-        config=accelerate_config(job),
+        packages=packages(job.plan),
+        joined=_joins_texts(job),
     )
 
 

@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate.yaml train.py [--resume]
 
 Every choice is in plan.json, beside this file; lcplan is not needed. events.jsonl says how it is going,
-result.json how it went. --resume continues from the newest whole checkpoint, or starts where there is none. A file
-named ``stop`` in this folder, or SIGTERM, ends the run after its step with a checkpoint, if the plan saves any.
+result.json how it went. --resume continues from the newest whole checkpoint, or starts where there is none. Where
+the plan saves checkpoints, a file named ``stop`` in this folder, or SIGTERM, ends the run after its step with one.
 Exit code: 0 done; 1 the run failed, for one out of memory; 2 the data, the plan or the versions installed do not go
 together; 75 stopped on request, with a checkpoint (with several ranks only result.json says so); 130 and 143 ended at
 once by Ctrl-C or SIGTERM.
