@@ -12,7 +12,7 @@ from lcplan.presets import load_preset
 from lcplan.train_plan import TrainPlan
 from tests.jobs import ROOT, run_python
 from tests.test_smoke_run import ON_CPU, RANK_0_OF_N
-from tools import eight_gpus, job_overhead, kill_a_rank, runs, single_gpu_runs, ulysses
+from tools import eight_gpus, job_overhead, kill_a_rank, runs, single_gpu_runs, two_gpus, ulysses
 
 pytestmark = pytest.mark.train
 
@@ -85,6 +85,7 @@ def test_the_overhead_script_and_the_job_do_the_same_work(tmp_path: Path) -> Non
         (ulysses, (), {"backend": "deepspeed", "zero_stage": 3, "num_gpus": 4, "sp_size": 4, "max_length": 262_144}),
         (ulysses, ("--num-gpus", "2"), {"sp_size": 2}),
         (job_overhead, (), {"num_gpus": 1, "max_length": 32_768}),
+        (two_gpus, ("--max-length", "16384"), {"num_gpus": 2, "cp_size": 2}),
         (kill_a_rank, ("--num-gpus", "2", "--cp-size", "2"), {"cp_size": 2, "max_length": 65_536}),
     ],
 )
@@ -98,10 +99,12 @@ def test_a_dry_run_renders_what_is_predicted(
     assert rendered
     for line in rendered:
         job = json.loads((tmp_path / "jobs" / line["name"] / "plan.json").read_text("utf-8"))
-        assert job["plan"] == plan
+        assert job["plan"] == next(
+            p["report"]["plan"] for p in predictions if p["name"] in (line["name"], "job", "whole")
+        )
         assert job["model"]["init"] == "random"
-        text = Path(job["data"]["paths"][0])
-        assert text.stat().st_size >= job["training"]["max_steps"] * plan["max_length"] * runs.BYTES_PER_TOKEN
+        tokens = job["training"]["max_steps"] * job["plan"]["max_length"] * job["plan"]["dp_shard_size"]
+        assert Path(job["data"]["paths"][0]).stat().st_size >= tokens * runs.BYTES_PER_TOKEN
 
 
 def test_the_job_on_several_gpus_trains_as_one_of_their_ranks(tmp_path: Path) -> None:

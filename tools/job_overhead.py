@@ -10,7 +10,6 @@ they create the optimizer states, and the job measures its phases in the second.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from argparse import Namespace
@@ -50,9 +49,10 @@ def of_script(name: str, job_folder: Path, args: Namespace, record: runs.Record)
     """Run the script on the rows of a job that has run."""
     output = args.folder / f"{name}.json"
     device = json.loads((job_folder / "plan.json").read_text("utf-8"))["device"]
-    os.environ.update(job_environment(device, offline=True))
+    environment = job_environment(device, offline=True)
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several in sight the trainer would use them all
     command = [sys.executable, str(PLAIN), str(job_folder), str(output)]
-    code = runs.run_within(command, runs.time_left(args))
+    code = runs.run_within(command, runs.time_left(args), environment)
     found = {"name": name, "exit_code": code, **(runs.read_json(output) or {})}
     record.write("script", command=command, **found)
     return found

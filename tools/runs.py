@@ -187,9 +187,9 @@ def run_job(job: Job, args: argparse.Namespace, record: Record) -> dict[str, Any
     return found
 
 
-def run_within(command: list[str], seconds: float) -> int:
+def run_within(command: list[str], seconds: float, environment: Mapping[str, str] | None = None) -> int:
     """Run a command, end it when the time is over, and return its exit code."""
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=environment)
     try:
         return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -245,12 +245,16 @@ def rank_table(run: dict[str, Any], report: dict[str, Any] | None) -> None:
         table.add_row(str(rank), *("-" if size is None else format_bytes(size) for size in sizes))
     Console().print(table)
     if result["device_used_bytes"] is not None:
-        beyond = result["device_used_bytes"] - max(result["peak_reserved_bytes_per_rank"])
-        print(f"CUDA context and NCCL, beyond the allocator: {format_bytes(beyond)}")
+        print(f"CUDA context and NCCL, beyond the allocator: {format_bytes(beyond_allocator_bytes(result))}")
     predicted = "-" if report is None or report["step_time_s"] is None else f"{report['step_time_s']:.2f} s"
     seconds = ", ".join(f"{step['step_s']:.2f} s" for step in result["steps"])
     losses = ", ".join(f"{step['loss']:.4f}" for step in result["steps"])
     print(f"steps: {seconds} (predicted {predicted}); losses: {losses}")
+
+
+def beyond_allocator_bytes(result: dict[str, Any]) -> int:
+    """What the driver counts and the allocator does not: the CUDA context and, with several ranks, NCCL."""
+    return int(result["device_used_bytes"] - max(result["peak_reserved_bytes_per_rank"]))
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
