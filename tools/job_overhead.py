@@ -65,7 +65,7 @@ def step_times(found: dict[str, Any]) -> list[float]:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over both processes of each kind, and their ratio."""
+    """Medians over all processes of each kind, and their ratio."""
     steps = {
         kind: [seconds for run in found if run["name"].startswith(kind) for seconds in step_times(run)]
         for kind in ("job", "script")
@@ -101,13 +101,14 @@ def print_table(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both kinds twice."""
+    """Run both kinds in turn."""
     parser = runs.arguments(__doc__, "job-overhead", model="Qwen/Qwen3-0.6B", max_length=32_768, max_steps=8)
+    parser.add_argument("--pairs", type=int, default=2, help="processes of each kind")
     args = runs.parse(parser, argv)
     record = runs.Record(args.output)
     plan = (*runs.plan_flags(args), "--per-device-train-batch-size", "1", "--rope", "none")
     report = runs.predict_all({"job": plan}, record)["job"]
-    jobs = [runs.Job(f"job-{number}", plan, runs.run_flags(args, report)) for number in (1, 2)]
+    jobs = [runs.Job(f"job-{number}", plan, runs.run_flags(args, report)) for number in range(1, args.pairs + 1)]
     found = []
     for number, job in enumerate(jobs, 1):
         found.append(of_job(job, args, record))
