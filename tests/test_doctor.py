@@ -60,7 +60,7 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("missing-extra", "red", {"versions": {}}, {}, "pip install 'lcplan[train]'"),
     ("missing-extra", "red", {}, {"packages": (*STACK, "peft")}, "pip install 'lcplan[peft]'"),
     ("missing-extra", "red", {}, {"packages": (*STACK, "deepspeed")}, "pip install 'lcplan[deepspeed]'"),
-    ("missing-extra", "red", {}, {"packages": (*STACK, "peft", "bitsandbytes")}, "pip install 'lcplan[quantize]'"),
+    ("missing-extra", "red", {}, {"packages": (*STACK, "peft", "bitsandbytes")}, "'lcplan[peft,quantize]'"),
     ("too-old", "red", {"versions": {**STACK, "trl": "1.12.3"}}, {}, "trl 1.12.3 (needs 1.13)"),
     ("torch-broken", "red", changed_torch(error="no libcudart"), {}, "no libcudart"),
     ("torch-sees-no-gpu", "red", changed_torch(cuda=None, cuda_available=False), {}, "built without CUDA"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lcplan import Goal, load_gpu, load_model, recommend
-from lcplan.backends.fsdp2 import accelerate_config
+from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.errors import PlanError
 from lcplan.estimators import activations, loss_head, runtime, weights
 from lcplan.units import GB, GIB, MIB
@@ -207,7 +207,7 @@ def test_r10_one_saved_tensor_a_layer() -> None:
     assert peak_gb(report) == pytest.approx(20.54, rel=OURS)
     assert (peak_gb(report) + 3 * one) / published("R10")["peak_gb"] == pytest.approx(1.056, rel=OURS)
     plan = plan_of(load_model("Qwen/Qwen3-0.6B"), num_gpus=8, max_length=131_072)
-    assert accelerate_config(plan)["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert accelerate_config(plan, device="gpu")["fsdp_config"]["fsdp_activation_checkpointing"] is False
 
 
 def test_r11_layer_inputs_by_the_formula() -> None:
