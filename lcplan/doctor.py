@@ -314,14 +314,17 @@ def check_extras(need: Need, facts: MachineFacts) -> Iterator[Finding]:
 
 def check_gpus(need: Need, facts: MachineFacts) -> Iterator[Finding]:
     """Enough GPUs, with enough memory that nobody else holds."""
-    if need.device == "cpu" or need.launcher != "local":
+    if need.launcher != "local":
         return
     if need.num_nodes > 1:
         yield _red(
             "several-nodes",
             f"the plan spreads {need.num_gpus} GPUs over {need.num_nodes} nodes, and the local launcher starts one.",
-            "Use --launcher slurm, or --launcher print for the command of each node.",
+            "Use --launcher slurm, or --launcher print for the command of each node; on one node --gpus-per-node "
+            f"{need.num_gpus}.",
         )
+        return
+    if need.device == "cpu":
         return
     if len(facts.gpus) < need.num_gpus:
         names = ", ".join(gpu.name for gpu in facts.gpus)

@@ -60,7 +60,7 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("missing-extra", "red", {"versions": {}}, {}, "pip install 'lcplan[train]'"),
     ("missing-extra", "red", {}, {"packages": (*STACK, "peft")}, "pip install 'lcplan[peft]'"),
     ("missing-extra", "red", {}, {"packages": (*STACK, "deepspeed")}, "pip install 'lcplan[deepspeed]'"),
-    ("missing-extra", "red", {}, {"packages": (*STACK, "peft", "bitsandbytes")}, "pip install 'lcplan[quantize]'"),
+    ("missing-extra", "red", {}, {"packages": (*STACK, "peft", "bitsandbytes")}, "'lcplan[peft,quantize]'"),
     ("too-old", "red", {"versions": {**STACK, "trl": "1.12.3"}}, {}, "trl 1.12.3 (needs 1.13)"),
     ("torch-broken", "red", changed_torch(error="no libcudart"), {}, "no libcudart"),
     ("torch-sees-no-gpu", "red", changed_torch(cuda=None, cuda_available=False), {}, "built without CUDA"),
@@ -71,6 +71,7 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("no-gpu", "red", {"gpus": ()}, {}, "needs 8 GPU(s), and no CUDA GPU is visible"),
     ("too-few-gpus", "red", {"gpus": (GPU,)}, {}, "1 GPU(s) are visible: NVIDIA H100"),
     ("several-nodes", "red", {}, {"num_gpus": 16}, "2 nodes"),
+    ("several-nodes", "red", {}, {"num_gpus": 2, "gpus_per_node": 1, "device": "cpu"}, "--gpus-per-node 2"),
     ("gpu-too-small", "red", {}, {"device_peak_bytes": 81 * GIB}, "81.00 GiB a GPU, and a NVIDIA H100 has 80.00 GiB"),
     (
         "gpu-in-use", "red", {"gpus": (*(GPU,) * 7, GPU.model_copy(update={"free_bytes": 50 * GIB}))}, {},

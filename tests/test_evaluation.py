@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lcplan.backends.job import check_job
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import evaluation, formula
@@ -16,7 +15,6 @@ from lcplan.hardware import load_gpu
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
 from tests.conftest import plan_of, tiny_spec
-from tests.jobs import small_job
 
 T, H, INNER = 7, 40, 112
 
@@ -153,8 +151,3 @@ def traced_evaluation(spec: ModelSpec, length: int, rows: int) -> tuple[int, int
                 tracker.phase = "layers"
                 model(**batch, use_cache=False, fused_lm_head=True)
     return tracker.peaks["layers"].total, tracker.peaks["loss"].total
-
-
-def test_a_generated_job_does_not_evaluate() -> None:
-    with pytest.raises(PlanError, match="--per-device-eval-batch-size can be estimated"):
-        check_job(small_job(plan={"per_device_eval_batch_size": 8}))

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jobs import ROOT, fsdp2_job, small_job
-from test_survival import two_ranks
 
 from lcplan.backends import slurm
-from lcplan.backends.job import JobSpec
+from lcplan.backends.job import JobSpec, render_job
 from lcplan.backends.launch import free_port
 from lcplan.backends.templates import checkpoints, journal
 from lcplan.errors import EnvironmentProblem, InputError
@@ -242,10 +240,8 @@ def stop(pid_file: Path) -> None:
 def spread_job(folder: Path, **training: Any) -> tuple[Path, JobSpec]:
     """Two processes on two nodes, without GPUs."""
     sizes = {"max_length": 64, "per_device_train_batch_size": 1, "num_gpus": 2, "gpus_per_node": 1}
-    job = small_job(plan={**sizes, "backend": "ddp", "dp_replicate_size": 2})
-    two_ranks(folder, training=training)
-    config = yaml.safe_load((folder / "accelerate.yaml").read_text())
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config | {"num_machines": 2}))
+    job = small_job(plan={**sizes, "backend": "ddp", "dp_replicate_size": 2}, training=training)
+    render_job(job, folder)
     (folder / slurm.SCRIPT).write_text(slurm.batch_script(job, folder, options={"mem": "1000"}))
     return folder, job
 

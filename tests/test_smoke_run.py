@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,33 @@ def test_a_launcher_that_ignores_the_plan_is_found_out(tmp_path):
                       MASTER_PORT=free_port())  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "distributed_type is MULTI_GPU, planned FSDP; num_gpus is 1, planned 2" in done.stderr
+
+
+RING_ON_CPU = ON_CPU.replace(
+    "    sys.exit(",
+    "    from lcplan.tracing.seams import ring_attention_on_cpu\n    with ring_attention_on_cpu():\n        sys.exit(",
+)
+
+
+def test_ring_attention_over_two_ranks_resumes_to_the_same_losses(tmp_path):
+    """Two real processes, each with its half of every sequence and of the weights, and sharded checkpoints."""
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_model": False}
+    job = fsdp2_job(max_length=64, per_device_train_batch_size=1, dp_shard_size=1, cp_size=2)
+    folder = render_job(job.model_copy(update={"training": job.training.model_copy(update=steps)}), tmp_path / "job")
+    (folder / "ring_on_cpu.py").write_text(RING_ON_CPU)
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "--main_process_port", "0"]
+    results = []
+    for more in ([], ["--resume"]):
+        done = run_python(*launcher, "ring_on_cpu.py", *more, cwd=folder, PYTHONPATH=ROOT)
+        assert done.returncode == 0, done.stderr[-4000:]
+        results.append(json.loads((folder / "result.json").read_text()))
+        assert (folder / "checkpoints" / "checkpoint-2" / "complete.json").is_file()
+        shutil.rmtree(folder / "checkpoints" / "checkpoint-4")
+    assert "Resuming from checkpoint-2, which is whole." in done.stderr + done.stdout
+    assert (results[0]["world_size"], results[0]["first_layer_sees"]) == (2, [1, 32])
+    losses = [[step["loss"] for step in result["steps"]] for result in results]
+    assert len(losses[0]) == 4
+    assert losses[1] == losses[0]
 
 
 def test_context_parallelism_trains_as_rank_0_of_8(tmp_path):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jobs import ROOT, run_python, small_job
 
 from lcplan.backends.job import render_job
@@ -267,17 +266,8 @@ def fill(path: Path, *, leave: int) -> None:
 
 def two_ranks(folder: Path, *, training: dict[str, Any] | None = None, inject: str = "") -> Path:
     """A job of two processes that keep the whole model each; ``inject`` is run at the start of every step."""
-    render_job(small_job(plan={"max_length": 64, "per_device_train_batch_size": 1}, training=training), folder)
-    document = json.loads((folder / "plan.json").read_text())
-    document["plan"] |= {"backend": "ddp", "num_gpus": 2, "gpus_per_node": 2, "dp_replicate_size": 2}
-    (folder / "plan.json").write_text(json.dumps(document))
-    config = yaml.safe_load((folder / "accelerate.yaml").read_text())
-    # of MULTI_CPU accelerate starts one process only
-    config |= {"distributed_type": "MULTI_GPU", "num_processes": 2}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    train = (folder / "train.py").read_text()
-    assert train.count("    check_layout(trainer.accelerator, plan)\n") == 1
-    (folder / "train.py").write_text(train.replace("    check_layout(trainer.accelerator, plan)\n", ""))
+    sizes = {"max_length": 64, "per_device_train_batch_size": 1, "num_gpus": 2, "gpus_per_node": 2}
+    render_job(small_job(plan={**sizes, "backend": "ddp", "dp_replicate_size": 2}, training=training), folder)
     if inject:
         measure = (folder / "measure.py").read_text()
         head = '        """Called by the trainer before a step\'s first micro batch."""\n'

@@ -20,7 +20,7 @@ ERRORS = {
     "DataError": "data",
     "EnvironmentProblem": "machine",
 }
-HELPERS = {"refuse": "plan", "error": "model", "_wrong": "model"}
+HELPERS = {"refuse": "plan", "error": "model", "_wrong": "model", "_red": "machine", "_yellow": "machine"}
 WARNINGS = ("warn", "PlanWarning")
 INTERNAL = "internal"
 CODE = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)+")

@@ -10,7 +10,6 @@ they create the optimizer states, and the job measures its phases in the second.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from argparse import Namespace
@@ -50,9 +49,10 @@ def of_script(name: str, job_folder: Path, args: Namespace, record: runs.Record)
     """Run the script on the rows of a job that has run."""
     output = args.folder / f"{name}.json"
     device = json.loads((job_folder / "plan.json").read_text("utf-8"))["device"]
-    os.environ.update(job_environment(device, offline=True))
+    environment = job_environment(device, offline=True)
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several in sight the trainer would use them all
     command = [sys.executable, str(PLAIN), str(job_folder), str(output)]
-    code = runs.run_within(command, runs.time_left(args))
+    code = runs.run_within(command, runs.time_left(args), environment)
     found = {"name": name, "exit_code": code, **(runs.read_json(output) or {})}
     record.write("script", command=command, **found)
     return found
@@ -65,7 +65,7 @@ def step_times(found: dict[str, Any]) -> list[float]:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over both processes of each kind, and their ratio."""
+    """Medians over all processes of each kind, and their ratio."""
     steps = {
         kind: [seconds for run in found if run["name"].startswith(kind) for seconds in step_times(run)]
         for kind in ("job", "script")
@@ -101,21 +101,14 @@ def print_table(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both kinds twice."""
-    parser = runs.arguments(__doc__, "job-overhead")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--preset", help="instead of --model; smoke runs on the CPU")
-    parser.add_argument("--max-length", type=int, default=32_768)
-    parser.add_argument("--max-steps", type=int, default=8)
-    parser.add_argument("--gpu", default="h200")
-    args = parser.parse_args(argv)
+    """Run both kinds in turn."""
+    parser = runs.arguments(__doc__, "job-overhead", model="Qwen/Qwen3-0.6B", max_length=32_768, max_steps=8)
+    parser.add_argument("--pairs", type=int, default=2, help="processes of each kind")
+    args = runs.parse(parser, argv)
     record = runs.Record(args.output)
-    data = runs.data_of(args, args.max_steps * args.max_length)
-    what = ("--preset", args.preset) if args.preset else (args.model, "--gpu", args.gpu)
-    plan = (*what, "--max-length", str(args.max_length), "--per-device-train-batch-size", "1", "--rope", "none")
-    options = ("--init", "random", "--data", data, "--max-steps", str(args.max_steps), "--no-save")
-    jobs = [runs.Job(f"job-{number}", plan, options) for number in (1, 2)]
-    runs.predict_all(jobs[:1], record)
+    plan = (*runs.plan_flags(args), "--per-device-train-batch-size", "1", "--rope", "none")
+    report = runs.predict_all({"job": plan}, record)["job"]
+    jobs = [runs.Job(f"job-{number}", plan, runs.run_flags(args, report)) for number in range(1, args.pairs + 1)]
     found = []
     for number, job in enumerate(jobs, 1):
         found.append(of_job(job, args, record))

@@ -17,19 +17,13 @@ KINDS = {"full": (), "lora": ("--lora-r", "16"), "qlora": ("--lora-r", "16", "--
 
 def main(argv: list[str] | None = None) -> int:
     """Run the jobs one after another."""
-    parser = runs.arguments(__doc__, "single-gpu")
-    parser.add_argument("--model", default="Qwen/Qwen3-4B")
-    parser.add_argument("--max-length", type=int, default=32_768)
-    parser.add_argument("--max-steps", type=int, default=3)
-    parser.add_argument("--gpu", default="h200")
+    parser = runs.arguments(__doc__, "single-gpu", model="Qwen/Qwen3-4B", max_length=32_768, max_steps=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    args = parser.parse_args(argv)
+    args = runs.parse(parser, argv)
     record = runs.Record(args.output)
-    data = runs.data_of(args, args.max_steps * args.max_length)
-    plan = (args.model, "--max-length", str(args.max_length), "--gpu", args.gpu)
-    options = ("--init", "random", "--data", data, "--max-steps", str(args.max_steps), "--no-save")
-    jobs = [runs.Job(kind, (*plan, *KINDS[kind]), options) for kind in args.kinds]
-    runs.predict_all(jobs, record)
+    plans = {kind: (*runs.plan_flags(args), *KINDS[kind]) for kind in args.kinds}
+    reports = runs.predict_all(plans, record)
+    jobs = [runs.Job(kind, plans[kind], runs.run_flags(args, reports[kind])) for kind in args.kinds]
     done = [runs.run_job(job, args, record) for job in jobs]
     if not args.dry_run:
         runs.compared_table(done)

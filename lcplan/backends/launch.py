@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -149,6 +150,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _outlive(group: int) -> None:
+    """Wait until every process of a group has ended: a launcher may end before the worker that writes the result."""
+    import psutil
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    deadline = time.monotonic() + GRACE_S
+    while any(map(lives, psutil.process_iter())):
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+            return
+        time.sleep(0.1)
+
+
 def stream(
     command: list[str],
     folder: Path,
@@ -194,6 +213,7 @@ def stream(
                 for line in job.stdout:
                     show(line.rstrip("\n"))
         code = job.wait()
+        _outlive(job.pid)
     finally:
         for timer in last_resort:
             timer.cancel()

@@ -7,6 +7,7 @@ held within a step (``torch.cuda.max_memory_allocated``); what the driver counts
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,20 @@ def states_of(optimizer: Any) -> Any:
     return (value for state in kept.values() for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def with_scales(tensors: Any) -> Iterator[torch.Tensor]:
+    """The tensors, and after one of 4 bits the scales that bitsandbytes keeps beside it, which are no parameters."""
+    for tensor in tensors:
+        yield tensor
+        state = getattr(tensor, "quant_state", None)
+        while state is not None:
+            yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+            state = state.state2
+
+
 def local_bytes(tensors: Any) -> int:
     """Bytes on the GPU, of a sharded tensor this rank's; shared memory counts once."""
     seen: dict[int, int] = {}
-    for tensor in tensors:
+    for tensor in with_scales(tensors):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.device.type == "cuda":
             storage = local.untyped_storage()
