@@ -363,8 +363,8 @@ def _read_trl_loss(reader: _Reader) -> None:
         what = f"with loss_type {loss}, which trl refuses" if loss == "chunked_nll" else "switches the chunked loss off"
         reader.refuse(
             "liger-loss",
-            f"use_liger_kernel true {what}, and lcplan does not count Liger's kernels. Leave it out: trl's chunked "
-            "loss holds no full logits either.",
+            f"use_liger_kernel true {what}. Leave it out: trl's chunked loss holds no full logits either, and Liger's "
+            "other kernels are --kernels liger.",
         )
     if loss in ("nll", "chunked_nll"):
         reader.take("loss", "chunked", "loss_type (nll is the chunked loss from trl 1.15 on)")

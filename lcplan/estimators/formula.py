@@ -488,12 +488,12 @@ class Step:
         sent = self.plan.activation_offloading
         kept = self.kept_by_layers(self.layers, running=False, stashed=0)
         alive = merge(self.step_wide(self.layers), kept)
-        norm = loss_head.final_norm
+        norm, fused = loss_head.final_norm, loss_head.fused_norm
         wide = float32 or TRAITS[spec.model_type].wide_norms
-        alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
         if self.fused:
-            alive[norm.key] = 0
-            alive[loss_head.fused_norm.key] = loss_head.fused_norm(tokens=tokens, hidden_size=hidden)
+            alive[fused.key] = fused(tokens=tokens, hidden_size=hidden)
+        else:
+            alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
         if self.fsdp:
             alive |= self._gathered_at_the_head()
         if self.plan.loss == "full":
@@ -515,11 +515,9 @@ class Step:
 
     def final_norm(self) -> Alive:
         """Backward of the final norm, when the head's gradient is there."""
-        spec, norm = self.spec, loss_head.final_norm_backward
+        spec, norm = self.spec, loss_head.fused_norm_backward if self.fused else loss_head.final_norm_backward
         alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False, stashed=0))
         alive = merge(alive, self._autocast_of(self.layers))
-        if self.fused:
-            norm = loss_head.fused_norm_backward
         alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size)
         if self.fsdp:
             alive |= self._gathered_at_the_head()
