@@ -55,8 +55,8 @@ CASES = (
     Case("closing-norms", "allenai/OLMo-2-1124-7B", 4, {"max_length": 65_536, "mlp_tile_size": 8192}),
     Case("sharded", "Qwen/Qwen3-8B", 4,
          {"max_length": 131_072, "num_gpus": 4, "dp_shard_size": 4, "mlp_tile_size": 16_384}),
-    Case("ring", "Qwen/Qwen3-8B", 4, {**MILLION, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
-    Case("ring-untiled", "Qwen/Qwen3-8B", 4, MILLION, rank=1, pair="ring"),
+    Case("ring", "Qwen/Qwen3-8B", 2, {**MILLION, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
+    Case("ring-untiled", "Qwen/Qwen3-8B", 2, MILLION, rank=1, pair="ring"),
     Case("ring-first-rank", "Qwen/Qwen3-8B", 4, {**MILLION, "mlp_tile_size": 32_768}),
     Case("ring-wide-tile", "meta-llama/Llama-3.1-8B", 4, {**MILLION, "mlp_tile_size": 120_000}, rank=1),
     Case("ring-offload-params", "Qwen/Qwen3-32B", 3,
@@ -65,10 +65,10 @@ CASES = (
     Case("fused-small", "Qwen/Qwen3-4B", 4, {"max_length": 16_384, **FUSED}),
     Case("fused-long", "Qwen/Qwen3-8B", 4, {"max_length": 262_144, **FUSED}, pair="long"),
     Case("fused-llama", "meta-llama/Llama-3.1-8B", 3, {"max_length": 131_072, **FUSED}),
-    Case("fused-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED}, rank=1, pair="ring"),
+    Case("fused-ring", "Qwen/Qwen3-8B", 2, {**MILLION, **FUSED}, rank=1, pair="ring"),
     Case("fused-tiles-long", "Qwen/Qwen3-8B", 4,
          {"max_length": 262_144, **FUSED, "mlp_tile_size": 16_384}, pair="long"),
-    Case("fused-tiles-ring", "Qwen/Qwen3-8B", 4, {**MILLION, **FUSED, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
+    Case("fused-tiles-ring", "Qwen/Qwen3-8B", 2, {**MILLION, **FUSED, "mlp_tile_size": 16_384}, rank=1, pair="ring"),
 )  # fmt: skip
 
 

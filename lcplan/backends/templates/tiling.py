@@ -35,7 +35,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, mlp: Any, names: list[str], kept: Any, hidden_states: torch.Tensor, *_weights: torch.Tensor
     ) -> torch.Tensor:
         device = hidden_states.device.type
-        ctx.mlp, ctx.names, ctx.kept = mlp, names, kept
+        ctx.mlp, ctx.names, (ctx.kept,) = mlp, names, kept
         ctx.autocast = {
             "device_type": device,
             "dtype": torch.get_autocast_dtype(device),
@@ -54,7 +54,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (hidden_states,) = ctx.kept.saved_tensors
+        (hidden_states,) = ctx.kept.grad_fn.saved_tensors
         ctx.kept = None
         weights = dict(ctx.mlp.named_parameters())
         # leaves of their own: what they sum up reaches the parameters once, when all tiles are done
@@ -94,8 +94,8 @@ class _TiledMLP:
         if hidden_states.shape[:-1].numel() <= self.tile_size:
             return super().forward(hidden_states)  # type: ignore[misc]
         trained = {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
-        # the node alone: as a tensor it would be part of the graph
-        kept = _Keep.apply(hidden_states, *trained.values()).grad_fn
+        # in a list: as an argument it would be part of the graph; its node lives as long as it does
+        kept = [_Keep.apply(hidden_states, *trained.values())]
         return _Tiles.apply(self, list(trained), kept, hidden_states, *trained.values())
 
 
