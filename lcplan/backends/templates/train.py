@@ -35,6 +35,7 @@ import measure
 import torch
 from accelerate import PartialState
 from arguments import (
+    keeps_attention_on_host,
     length_multiple,
     ranks_per_sequence,
     row_length,
@@ -46,6 +47,7 @@ from arguments import (
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
 from data import describe
 from datasets import Dataset
+from kept_attention import KeepAttention
 from model import build_model, load_config, lora_config
 from rows import RowShape, load_rows, make_rows
 from tokenization import load_tokenizer, make_tokenizer
@@ -114,6 +116,8 @@ def make_trainer(
 ) -> SFTTrainer:
     """The trainer, and the checks that it is set up as planned."""
     plan = job["plan"]
+    if keeps_attention_on_host(plan):
+        callbacks = [*callbacks, KeepAttention()]
     trainer = SFTTrainer(
         model=model,
         args=args,
