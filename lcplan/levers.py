@@ -135,9 +135,12 @@ LEVERS: tuple[Lever, ...] = (
         id="selective-checkpointing",
         summary="Recomputes a layer but for its attention, whose output is kept.",
         changes="activation_checkpointing",
-        costs="the forward of the linears a step; the attention outputs of all layers stay on the GPU",
+        costs=(
+            "the forward of the linears a step; the attention outputs of all layers stay on the GPU, or with "
+            "offload-activations on the host"
+        ),
         needs="trl >= 1.15",
-        excludes=("offload-activations", "activation-offloading", "lora"),
+        excludes=("activation-offloading", "lora"),
         dimension="checkpointing",
         settings=lambda _spec, _gpus: ({"activation_checkpointing": "selective"},),
         is_on=lambda _, plan: plan.activation_checkpointing == "selective",
@@ -147,9 +150,9 @@ LEVERS: tuple[Lever, ...] = (
         summary="Moves the layer inputs to pinned host memory between forward and backward.",
         changes="offload_activations",
         costs="host memory (blocks rounded up to a power of two); copies that are about 1% of a step at 1M tokens",
-        needs="transformers >= 5.17; host memory",
-        requires=CHECKPOINTING,
-        excludes=("activation-offloading", "selective-checkpointing"),
+        needs="transformers >= 5.17; host memory, about twice as much with selective-checkpointing",
+        requires=(*CHECKPOINTING, "selective-checkpointing"),
+        excludes=("activation-offloading",),
         dimension="activations",
         settings=lambda _spec, _gpus: ({"offload_activations": True, "activation_offloading": False},),
         is_on=lambda _, plan: plan.offload_activations,

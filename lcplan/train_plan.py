@@ -105,6 +105,11 @@ class TrainPlan(Record):
         return self.dp_shard_size * self.cp_size * self.sp_size if self.backend != "single" else 1
 
     @property
+    def keeps_attention_on_host(self) -> bool:
+        """The job's own kept_attention.py sends attention outputs and layer inputs to the host."""
+        return self.activation_checkpointing == "selective" and self.offload_activations
+
+    @property
     def length_multiple(self) -> int:
         """max_length must be a multiple of this: ring attention cuts a sequence into 2 x cp_size chunks."""
         return 2 * self.cp_size if self.cp_size > 1 else self.sp_size

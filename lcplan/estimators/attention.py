@@ -51,6 +51,8 @@ def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
 def kept_outputs(*, num_layers: int, tokens: int, heads: int, head_dim: int) -> int:
     """Attention outputs and row sums that selective checkpointing keeps instead of recomputing them.
 
+    With offload they wait on the host, and in the forward one layer's are on their way there.
+
     Formula: ``(2*h*d + 4*h)*T*layers_left``
     Live in: forward, loss, backward
     Rounding: exact

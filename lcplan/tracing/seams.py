@@ -63,6 +63,7 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
+KEPT_ATTENTION = "lcplan.backends.templates.kept_attention"
 GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
     # one kernel with a mask of bytes
@@ -73,6 +74,9 @@ GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("trl.kernels.chunked_logprob", "_forward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_backward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_addmm_fp32", lambda *_args: None),
+    # the CPU stands for the GPU, whose copies run in program order
+    (KEPT_ATTENTION, "is_on_gpu", lambda _tensor: True),
+    (KEPT_ATTENTION, "STREAMS", STREAMS),
 )
 """Module, name, and what it becomes while tracing."""
 FAST_ALL = ("transformers.masking_utils", "fast_all")
