@@ -15,12 +15,13 @@ pytestmark = pytest.mark.train
 
 LAYERS = 3
 TRAIN = """
-import contextlib, copy, json, sys
+import contextlib, copy, json, os
 import torch, transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from lcplan.backends.templates import kept_attention
 
-LAYERS, TOKENS, VOCAB = 3, 96, 200
+LAYERS, TOKENS, VOCAB = 3, int(os.environ.get("TOKENS", "96")), 200
+DEVICE = os.environ.get("DEVICE", "cpu")
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
     hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
@@ -32,16 +33,16 @@ rows = torch.randint(0, VOCAB, (1, TOKENS))
 class Attention(TorchDispatchMode):
     calls = 0
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += "_flash_attention_for_cpu.default" in str(func)
+        self.calls += func in kept_attention.ATTENTION
         return func(*args, **(kwargs or {}))
 
 def step(checkpointing, *, around=lambda *_: contextlib.nullcontext(), every=1, dtype=torch.float32):
-    model = copy.deepcopy(first).to(dtype)
+    model = copy.deepcopy(first).to(DEVICE, dtype)
     if checkpointing != "none":
         model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
     if checkpointing == "kept":
         kept_attention.install(model)
-    ids, labels, positions = rows.clone(), rows.roll(-1, 1), torch.arange(TOKENS)[None]
+    ids, labels, positions = (x.to(DEVICE) for x in (rows.clone(), rows.roll(-1, 1), torch.arange(TOKENS)[None]))
     with Attention() as attention, around(model, [ids, labels, positions]):
         for _ in range(2):  # micro steps
             logits = model(input_ids=ids, position_ids=positions).logits
@@ -63,6 +64,22 @@ for dtype in (torch.float32, torch.bfloat16):
 full, kept = step("full", every=2), step("kept", every=2)
 found["every 2"] = [same(full, kept), full[2], kept[2]]
 print(json.dumps(found))
+"""
+ON_GPU = """
+step("full", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+found, peaks = [], []
+for checkpointing in ("full", "full", "kept"):
+    torch.cuda.reset_peak_memory_stats()
+    found.append(step(checkpointing, dtype=torch.bfloat16))
+    peaks.append(torch.cuda.max_memory_allocated())
+full, again, kept = found
+print(json.dumps({
+    "loss": [float(full[0]), float(kept[0])], "calls": [full[2], kept[2]], "peaks": peaks[1:],
+    "same": same(full, kept), "same again": same(full, again),
+    "apart": apart(kept, full), "apart again": apart(again, full),
+    "pinned": torch.cuda.host_memory_stats()["allocated_bytes.peak"],
+}))
 """
 TWO_RANKS = """
 import torch.distributed as dist
@@ -107,9 +124,9 @@ if __name__ == "__main__":
 """
 
 
-def printed(script: str, folder: Path) -> Any:
+def printed(script: str, folder: Path, **environment: str) -> Any:
     (folder / "script.py").write_text(TRAIN + script)
-    done = run_python("script.py", cwd=folder, PYTHONPATH=ROOT)
+    done = run_python("script.py", cwd=folder, PYTHONPATH=ROOT, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -130,6 +147,66 @@ def test_two_ranks_of_ring_attention(tmp_path: Path) -> None:
         for same, full, kept, apart in rank.values():
             assert (same, full, kept) == (True, micro * 2 * LAYERS, micro * LAYERS)
             assert apart < 1e-5, "the same gradients as one process that has the whole row"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA GPU")
+def test_on_a_gpu_as_exact_as_its_kernels(tmp_path: Path) -> None:
+    """Attention's backward may sum up in any order there: two runs with full checkpointing are as far apart."""
+    found = printed(ON_GPU, tmp_path, DEVICE="cuda", TOKENS=str(1 << 15))
+    assert found["loss"][0] == found["loss"][1]
+    assert found["calls"] == [2 * 2 * LAYERS, 2 * LAYERS]
+    assert found["same"] is found["same again"] or found["apart"] <= 2 * found["apart again"], found
+    assert found["peaks"][1] <= found["peaks"][0], "nothing more on the GPU"
+    assert found["pinned"] > 0
+
+
+LATE = """
+from types import SimpleNamespace
+
+class Side:
+    \"\"\"A stream whose copies run when somebody waits for it, and not before.\"\"\"
+    active, copies = False, []
+    def wait_stream(self, other):
+        pass
+    def synchronize(self):
+        while self.copies:
+            self.copies.pop(0)()
+
+side, copy_ = Side(), torch.Tensor.copy_
+done = [0]
+
+def late(to, source, non_blocking=False):
+    done[0] += 1
+    if not side.active:
+        return copy_(to, source)
+    assert non_blocking
+    side.copies.append(lambda: copy_(to, source))
+    return to
+
+@contextlib.contextmanager
+def on(stream):
+    stream.active = True
+    yield
+    stream.active = False
+
+full = step("full")
+empty = torch.empty
+torch.Tensor.copy_ = late
+torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs).fill_(float("nan"))
+kept_attention.is_on_gpu = lambda tensor: True
+kept_attention.STREAMS = SimpleNamespace(
+    Stream=lambda: side, stream=on, current_stream=lambda: SimpleNamespace(wait_stream=lambda other: other.synchronize())
+)
+kept = step("kept")
+print(json.dumps([same(full, kept), done[0], len(side.copies)]))
+"""
+
+
+def test_copies_that_run_late_are_waited_for(tmp_path: Path) -> None:
+    micro, there_and_back = 2, 2
+    inputs_outputs_and_sums = 3
+    assert printed(LATE, tmp_path) == [True, micro * LAYERS * there_and_back * inputs_outputs_and_sums, 0]
 
 
 COUNTED = """
