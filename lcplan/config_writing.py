@@ -28,6 +28,12 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
     ):
         if problem:
             raise PlanError("emit-lever", f"--emit: trl has no key for --{name.replace('_', '-')}. Leave it out.")
+    if plan.keeps_attention_on_host:
+        raise PlanError(
+            "emit-lever",
+            "--emit: trl's selective checkpointing keeps attention outputs on the GPU, also with offload; only the job "
+            "of lcplan run sends them to the host. Use --activation-checkpointing full, or --no-offload-activations.",
+        )
     values: dict[str, Any] = {
         "model_name_or_path": spec.id,
         "max_length": plan.max_length,

@@ -212,6 +212,17 @@ def test_pinned_blocks_are_rounded_up() -> None:
     assert host.pinned_layer_inputs(num_layers=64, tokens=131_072, hidden_size=5120, dtype_bytes=2) == 128 * 2**30
 
 
+def test_pinned_blocks_of_kept_layers_fill_their_powers_of_two() -> None:
+    """Qwen3-32B at 1M on 8 ranks: inputs of 1.25 GiB, outputs of 2 GiB, logsumexp of 32 MiB, nothing wasted."""
+    size = {"tokens": 131_072, "hidden_size": 5120, "heads": 64, "head_dim": 128, "dtype_bytes": 2}
+    assert host.pinned_kept_layers(num_layers=64, **size) == 64 * (1280 + 2048 + 32) * 2**20
+    # 2*40*90,000 bytes are 3 blocks of 2 MiB and 908,544 bytes; 2*96*90,000 are 8 and 502,784; 4*6*90,000 are 2,160,000
+    small = {"tokens": 90_000, "hidden_size": 40, "heads": 6, "head_dim": 16, "dtype_bytes": 2}
+    block = host.LAST_BLOCK
+    by_hand = (3 * block + (1 << 20)) + (8 * block + (1 << 19)) + (block + (1 << 16))
+    assert host.pinned_kept_layers(num_layers=5, **small) == 5 * by_hand
+
+
 @pytest.mark.parametrize("key", sorted(ITEMS))
 def test_every_item_says_where_it_comes_from(key: str) -> None:
     found = ITEMS[key]

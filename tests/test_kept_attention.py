@@ -248,7 +248,9 @@ def test_nothing_to_install_is_an_error() -> None:
 
 def test_pinned_blocks_waste_less_than_one_of_them() -> None:
     from lcplan.backends.templates.kept_attention import LAST_BLOCK, block_bytes
+    from lcplan.estimators import host
 
+    assert host.LAST_BLOCK == LAST_BLOCK
     for num_bytes in (1, LAST_BLOCK - 2, LAST_BLOCK, 3 * LAST_BLOCK + 6, 5 << 28, (1 << 30) + 2):
         blocks = list(block_bytes(num_bytes))
         assert sum(blocks) == num_bytes

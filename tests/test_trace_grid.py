@@ -33,11 +33,16 @@ LENGTHS = (1024, 4096, 16384)
 """Taken in turn: short plans peak in the loss or at the optimizer, long ones in a layer."""
 SHARDED = {"num_gpus": 4, "dp_shard_size": 4}
 RING = {"num_gpus": 4, "cp_size": 4}
+KEPT = {"activation_checkpointing": "selective", "offload_activations": True}
 LEVERS: tuple[dict[str, Any], ...] = (
     {},
     {"activation_checkpointing": "none"},
     {"activation_checkpointing": "selective"},
     {"checkpoint_every_n_layers": 2},
+    {"activation_checkpointing": "selective", "checkpoint_every_n_layers": 2},
+    KEPT,
+    KEPT | {"checkpoint_every_n_layers": 2},
+    KEPT | {"freeze_embeddings": True},
     {"offload_activations": True},
     {"activation_offloading": True},
     {"per_device_train_batch_size": 3},
@@ -62,6 +67,7 @@ LEVERS: tuple[dict[str, Any], ...] = (
     SHARDED,
     SHARDED | {"activation_checkpointing": "none"},
     SHARDED | {"activation_checkpointing": "selective"},
+    SHARDED | KEPT,
     SHARDED | {"checkpoint_every_n_layers": 2},
     SHARDED | {"offload_activations": True},
     SHARDED | {"offload_params": True},
@@ -75,6 +81,8 @@ LEVERS: tuple[dict[str, Any], ...] = (
     RING | {"cp_comm_strategy": "alltoall"},
     RING | {"activation_checkpointing": "none"},
     RING | {"activation_checkpointing": "selective"},
+    RING | KEPT,
+    RING | KEPT | {"cp_comm_strategy": "alltoall"},
     RING | {"offload_activations": True},
     RING | {"offload_params": True},
     RING | {"gradient_accumulation_steps": 2},
