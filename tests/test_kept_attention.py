@@ -87,6 +87,8 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+from lcplan.backends.templates import ring_attention
 from lcplan.tracing.seams import ring_attention_on_cpu
 
 def rank_of_two(rank, port, results):
@@ -97,8 +99,8 @@ def rank_of_two(rank, port, results):
         _attach_context_parallel_hooks(model)
         return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1])
 
-    def ring(checkpointing):
-        found = step(checkpointing, around=split)
+    def ring(checkpointing, **how):
+        found = step(checkpointing, around=split, **how)
         for tensor in (found[0], *found[1]):
             dist.all_reduce(tensor)
         return found
@@ -109,7 +111,17 @@ def rank_of_two(rank, port, results):
             set_rotate_method(exchange)
             full, kept = ring("full"), ring("kept")
             found[exchange] = [same(full, kept), full[2], kept[2], apart(kept, whole)]
-    results.put(found)
+        levers, bf16 = {}, torch.bfloat16
+        rounded = ring("full", dtype=bf16)
+        operators = dict(torch_ring.custom_ops)
+        ring_attention.install(head_chunks=2, merge_dtype="float32")
+        parts = ring("kept")
+        levers["parts"] = [float(full[0] - parts[0]), apart(parts, full), parts[2]]
+        torch_ring.custom_ops.update(operators)
+        ring_attention.install(head_chunks=1, merge_dtype="bfloat16")
+        narrow = ring("kept", dtype=bf16)
+        levers["narrow"] = [apart(narrow, full), apart(rounded, full)]
+    results.put([found, levers])
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -143,10 +155,15 @@ def test_one_process(tmp_path: Path) -> None:
 def test_two_ranks_of_ring_attention(tmp_path: Path) -> None:
     """Real exchange over gloo; a whole ring is one operator."""
     micro = 2
-    for rank in printed(TWO_RANKS, tmp_path):
-        for same, full, kept, apart in rank.values():
+    for exchanges, levers in printed(TWO_RANKS, tmp_path):
+        for same, full, kept, apart in exchanges.values():
             assert (same, full, kept) == (True, micro * 2 * LAYERS, micro * LAYERS)
             assert apart < 1e-5, "the same gradients as one process that has the whole row"
+        loss, apart, calls = levers["parts"]
+        assert (loss, calls) == (0, micro * LAYERS), "one part of the heads after the other: the same loss"
+        assert apart < 1e-6
+        narrow, rounded = levers["narrow"]
+        assert 0 < narrow < 1.5 * rounded, "as far from float32 as training in bfloat16 is anyway"
 
 
 @pytest.mark.gpu

@@ -193,6 +193,8 @@ class Step:
             cp_size=plan.cp_size,
             first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
+            cp_head_chunks=plan.cp_head_chunks,
+            cp_merge_bytes=weights.FP32_BYTES if plan.cp_merge_dtype == "float32" else weights.BF16_BYTES,
             sp_size=plan.sp_size,
             narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,

@@ -32,6 +32,7 @@ if JOB["plan"]["backend"] == "single":
 
 import attempt
 import measure
+import ring_attention
 import torch
 from accelerate import PartialState
 from arguments import (
@@ -116,6 +117,8 @@ def make_trainer(
 ) -> SFTTrainer:
     """The trainer, and the checks that it is set up as planned."""
     plan = job["plan"]
+    if plan["cp_size"] > 1:
+        ring_attention.install(head_chunks=plan["cp_head_chunks"], merge_dtype=plan["cp_merge_dtype"])
     if keeps_attention_on_host(plan):
         callbacks = [*callbacks, KeepAttention()]
     trainer = SFTTrainer(
