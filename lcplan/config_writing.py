@@ -25,6 +25,8 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
     for name, problem in (
         ("mlp_tile_size", plan.mlp_tile_size is not None),
         ("loss", plan.loss == "full"),
+        ("cp_head_chunks", plan.cp_head_chunks > 1),
+        ("cp_merge_dtype", plan.cp_merge_dtype != "float32"),
     ):
         if problem:
             raise PlanError("emit-lever", f"--emit: trl has no key for --{name.replace('_', '-')}. Leave it out.")

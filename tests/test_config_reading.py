@@ -305,6 +305,11 @@ def test_what_cannot_be_written() -> None:
     full, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "loss": "full"}, usual_gpus_per_node=8)
     with pytest.raises(PlanError, match="--loss"):
         trl_values(spec, full)
+    given = {"max_length": 64, "gpu": "h200", "num_gpus": 2, "cp_size": 2}
+    for lever in ({"cp_head_chunks": 2}, {"cp_merge_dtype": "bfloat16"}):
+        ring, _ = resolve(spec, given | lever, usual_gpus_per_node=8)
+        with pytest.raises(PlanError, match="trl has no key for --cp-"):
+            trl_values(spec, ring)
     tiled, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "mlp_tile_size": 8}, usual_gpus_per_node=8)
     with pytest.raises(PlanError, match="mlp-tile-size"):
         trl_values(spec, tiled)
