@@ -352,7 +352,14 @@ def _read_trl_checkpointing(reader: _Reader) -> None:
     selective = options.get("selective", bool, False)
     if asked or selective:
         reader.take("activation_checkpointing", "selective" if selective else "full", key)
-    if options.get("offload", bool, False):
+    offload = options.get("offload", bool, False)
+    if offload and selective:
+        reader.refuse(
+            "selective-offload",
+            f"{key}_kwargs with selective and offload: trl keeps the attention outputs of all layers on the GPU then, "
+            "which lcplan does not count. Leave one out; the job of lcplan run sends both to the host.",
+        )
+    if offload:
         reader.take("offload_activations", True, f"{key}_kwargs.offload")
     reader.take("checkpoint_every_n_layers", options.get("every_n_layers", int), f"{key}_kwargs.every_n_layers")
 

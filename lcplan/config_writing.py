@@ -25,12 +25,20 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
     for name, problem in (
         ("mlp_tile_size", plan.running_tile is not None),
         ("loss", plan.loss == "full"),
+        ("cp_head_chunks", plan.cp_head_chunks > 1),
+        ("cp_merge_dtype", plan.cp_merge_dtype != "float32"),
     ):
         if problem:
             raise PlanError("emit-lever", f"--emit: trl has no key for --{name.replace('_', '-')}. Leave it out.")
     if plan.kernels != "none":
         raise PlanError(
             "emit-kernels", f"--emit: trl gives up its key for --kernels {plan.kernels} in 2.0. Leave it out."
+        )
+    if plan.keeps_attention_on_host:
+        raise PlanError(
+            "emit-lever",
+            "--emit: trl's selective checkpointing keeps attention outputs on the GPU, also with offload; only the job "
+            "of lcplan run sends them to the host. Use --activation-checkpointing full, or --no-offload-activations.",
         )
     values: dict[str, Any] = {
         "model_name_or_path": spec.id,

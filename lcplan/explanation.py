@@ -95,10 +95,15 @@ class _Alternatives:
         return its / mine - 1
 
 
+RING = ("cp_comm_strategy", "cp_head_chunks", "cp_merge_dtype")
+"""Plan fields that only context parallelism reads."""
+
+
 def _without(plan: TrainPlan, lever: Lever) -> dict[str, Any]:
     """The fields of the plan with one lever not pulled."""
     if lever.id == "context-parallel":
-        return {"cp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.cp_size, "cp_comm_strategy": "allgather"}
+        ring = {name: TrainPlan.model_fields[name].default for name in RING}
+        return {"cp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.cp_size, **ring}
     if lever.id == "sequence-parallel":
         return {"sp_size": 1, "dp_shard_size": plan.dp_shard_size * plan.sp_size}
     if lever.id == "replicas":
@@ -269,7 +274,8 @@ def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, Train
     naive: dict[str, Any] = {
         "loss": "full", "activation_checkpointing": "none", "checkpoint_every_n_layers": 1, "cp_size": 1, "sp_size": 1,
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
-        "cp_comm_strategy": "allgather", "offload_optimizer": False, "reshard_after_forward": True,
+        **{name: TrainPlan.model_fields[name].default for name in RING},
+        "offload_optimizer": False, "reshard_after_forward": True,
         **OFF["activations"], **OFF["parameters"], **OFF["optimizer"], **OFF["mlp"],
     }  # fmt: skip
     current = plan.model_copy(update=naive)

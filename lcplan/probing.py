@@ -53,6 +53,8 @@ class ProbeResult(Record):
     pinned_peak_bytes: int | None = None
     device_used_bytes: int | None = None
     step_s: float | None = None
+    whole_steps_s: list[float] = Field(default_factory=list)
+    """Of every step of the plan's length; the first pins host memory."""
     loss: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
     gpu_name: str | None = None
@@ -237,10 +239,10 @@ def run_probe(job: JobSpec, folder: Path, *, rank: int, capacity_bytes: int | No
     return start_probe(render_job(job, folder, force=True), rank=rank, cap=cap)
 
 
-def start_probe(folder: Path, *, rank: int, cap: int | None) -> ProbeResult:
-    """Run ``probe.py`` of a job's folder; where it was killed, the record says so."""
+def start_probe(folder: Path, *, rank: int, cap: int | None, whole_steps: int = 1) -> ProbeResult:
+    """Run ``probe.py`` of a job's folder, which measures the last step; where it was killed, the record says so."""
     (folder / RESULT_FILE).unlink(missing_ok=True)
-    command = [sys.executable, "probe.py", "--rank", str(rank)]
+    command = [sys.executable, "probe.py", "--rank", str(rank), "--whole-steps", str(whole_steps)]
     command += [] if cap is None else ["--capacity", str(cap)]
     code = launch.stream(command, folder, launch.job_environment("gpu", offline=True))
     path = folder / RESULT_FILE

@@ -295,11 +295,19 @@ class _Search:
     # What goes with a plan
 
     def _pareto(self, plans: Lattice) -> list[Candidate]:
-        """Candidates that no other one beats in both time and memory, fastest first; the last needs the least."""
+        """Candidates that no other one beats in both time and memory, fastest first; the last needs the least.
+
+        What the host has no room for beats nothing, unless the host has room for none.
+        """
+        return self._front(plans, in_host=True) or self._front(plans, in_host=False)
+
+    def _front(self, plans: Lattice, *, in_host: bool) -> list[Candidate]:
         front: list[Candidate] = []
         least: int | None = None
         for candidate in plans.candidates:
-            if least is None or not self.prices.exceeds(candidate, least - 1):
+            if least is not None and self.prices.exceeds(candidate, least - 1):
+                continue
+            if not in_host or host_fits(self.spec, candidate.plan):
                 least = self.prices.device_peak(candidate.plan)
                 front.append(candidate)
         return front

@@ -12,6 +12,8 @@ LEVER_NAMES: tuple[tuple[str, Callable[[TrainPlan], bool]], ...] = (
     ("one-gpu", lambda plan: plan.num_gpus == 1),
     ("context-parallel", lambda plan: plan.cp_size > 1),
     ("alltoall", lambda plan: plan.cp_size > 1 and plan.cp_comm_strategy == "alltoall"),
+    ("cp-head-chunks", lambda plan: plan.cp_head_chunks > 1),
+    ("cp-merge-bfloat16", lambda plan: plan.cp_merge_dtype == "bfloat16"),
     ("ulysses", lambda plan: plan.sp_size > 1),
     ("data-parallel", lambda plan: plan.dp_shard_size * plan.dp_replicate_size > 1),
     ("replicated", lambda plan: plan.dp_replicate_size > 1 and plan.backend == "fsdp2"),

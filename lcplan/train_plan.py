@@ -47,6 +47,10 @@ class TrainPlan(Record):
     sp_size: int = Field(default=1, gt=0)
     """Ranks that share one sequence by Ulysses (DeepSpeed)."""
     cp_comm_strategy: CommStrategy = "allgather"
+    cp_head_chunks: int = Field(default=1, gt=0)
+    """Parts of the heads over which ring attention goes round one after another."""
+    cp_merge_dtype: Dtype = "float32"
+    """Type in which ring attention sums up gradients and starts to merge outputs."""
     dtype: Dtype = "bfloat16"
     """Type the weights are loaded in; FSDP2 keeps trainable masters in float32 either way."""
     optim: str = "adamw_torch_fused"
@@ -113,6 +117,11 @@ class TrainPlan(Record):
     def shard_size(self) -> int:
         """Ranks over which parameters, gradients and optimizer states are split."""
         return self.dp_shard_size * self.cp_size * self.sp_size if self.backend != "single" else 1
+
+    @property
+    def keeps_attention_on_host(self) -> bool:
+        """The job's own kept_attention.py sends attention outputs and layer inputs to the host."""
+        return self.activation_checkpointing == "selective" and self.offload_activations
 
     @property
     def length_multiple(self) -> int:
@@ -329,7 +338,19 @@ def _check_length(spec: ModelSpec, plan: TrainPlan) -> None:
 
 def _check_model(spec: ModelSpec, plan: TrainPlan) -> None:
     if plan.cp_size == 1:
+        for name, default in (("cp_head_chunks", 1), ("cp_merge_dtype", "float32")):
+            if getattr(plan, name) != default:
+                raise PlanError(
+                    "ring-without-cp",
+                    f"{_flag(name)} {getattr(plan, name)} is of ring attention, and --cp-size is 1. Leave it out.",
+                )
         return
+    if spec.num_key_value_heads % plan.cp_head_chunks:
+        raise PlanError(
+            "cp-head-chunks",
+            f"--cp-head-chunks {plan.cp_head_chunks} does not divide the {spec.num_key_value_heads} key/value heads of "
+            f"{spec.id}. Use a divisor of {spec.num_key_value_heads}.",
+        )
     other = sorted({kind for kind in spec.layer_types if kind != "full_attention"})
     if other:
         raise PlanError(

@@ -164,6 +164,7 @@ def test_more_of_trl(read: Callable[..., ForeignJob]) -> None:
         (TRL | {"use_liger_kernel": True}, "liger-loss"),
         (TRL | {"use_liger_kernel": True, "loss_type": "chunked_nll"}, "liger-loss"),
         (TRL | {"loss_type": "dft"}, "loss-type"),
+        (TRL | {"gradient_checkpointing_kwargs": {"selective": True, "offload": True}}, "selective-offload"),
         (TRL | {"fp16": True}, "precision"),
         (TRL | {"load_in_8bit": True}, "int8"),
         (TRL | {"model_init_kwargs": {"dtype": "float16"}}, "precision"),
@@ -304,6 +305,11 @@ def test_what_cannot_be_written() -> None:
     full, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "loss": "full"}, usual_gpus_per_node=8)
     with pytest.raises(PlanError, match="--loss"):
         trl_values(spec, full)
+    given = {"max_length": 64, "gpu": "h200", "num_gpus": 2, "cp_size": 2}
+    for lever in ({"cp_head_chunks": 2}, {"cp_merge_dtype": "bfloat16"}):
+        ring, _ = resolve(spec, given | lever, usual_gpus_per_node=8)
+        with pytest.raises(PlanError, match="trl has no key for --cp-"):
+            trl_values(spec, ring)
     tiled, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "mlp_tile_size": 8}, usual_gpus_per_node=8)
     with pytest.raises(PlanError, match="mlp-tile-size"):
         trl_values(spec, tiled)
@@ -319,6 +325,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_the_commands(lcplan: Callable[..., Outcome], tmp_path: Path) -> None:
     goal = ["--max-length", "1048576", "--gpu", "h100-80gb", "--num-gpus", "8"]
+    untold = lcplan("recommend", "Qwen/Qwen3-8B", *goal, "--emit", str(tmp_path / "out"))
+    assert untold.code == 2
+    assert "keeps attention outputs on the GPU" in untold.err
+    goal += ["--activation-checkpointing", "full"]
     told = lcplan("recommend", "Qwen/Qwen3-8B", *goal, "--emit", str(tmp_path / "out"))
     assert told.code == 0
     assert "Wrote" in told.err

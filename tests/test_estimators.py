@@ -25,6 +25,8 @@ from lcplan.estimators._item import ITEMS, Item, item
 T, H, INNER, HEADS, KV, D, V = 7, 40, 112, 6, 3, 16, 560
 SHAPE = {"tokens": T, "heads": HEADS, "kv_heads": KV, "head_dim": D}
 EVEN = SHAPE | {"kv_heads": HEADS}
+WHOLE = {"tokens": T, "kv_heads": KV, "head_dim": D, "head_chunks": 1}
+SUMS, SUMS_EVEN = (shape | {"head_chunks": 1, "merge_bytes": 4} for shape in (SHAPE, EVEN))
 CHOSEN = {"tokens": T, "hidden_size": H, "experts_per_token": 3}
 EXPERTS = CHOSEN | {"expert_size": 24}
 SCORES = {
@@ -113,13 +115,20 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (attention.output_copy(tokens=T, heads=HEADS, head_dim=D), 1344),
         (attention.backward(**SHAPE), (768 + 192 + 24 + 384) * 7),
         (attention.backward(**EVEN), (768 + 384 + 24) * 7),
-        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=8, allgather=True), 9 * 192 * 7),
-        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=8, allgather=False), 3 * 192 * 7),
-        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=2, allgather=False), 2 * 192 * 7),
-        (attention.ring_backward(first_rank=True, **SHAPE), (8 * 96 + 28 * 48 + 3 * 96 + 4 * 48 + 24 + 4 * 96) * 7),
-        (attention.ring_backward(first_rank=False, **SHAPE), (8 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7),
-        (attention.ring_backward(first_rank=True, **EVEN), (12 * 96 + 32 * 96) * 7),
-        (attention.ring_backward(first_rank=False, **EVEN), (36 * 96 + 8 * 96 + 24) * 7),
+        (attention.ring_gathered_kv(cp_size=8, allgather=True, **WHOLE), 9 * 192 * 7),
+        (attention.ring_gathered_kv(cp_size=8, allgather=False, **WHOLE), 3 * 192 * 7),
+        (attention.ring_gathered_kv(cp_size=2, allgather=False, **WHOLE), 2 * 192 * 7),
+        (attention.ring_backward(first_rank=True, **SUMS), (8 * 96 + 28 * 48 + 3 * 96 + 4 * 48 + 24 + 4 * 96) * 7),
+        (attention.ring_backward(first_rank=False, **SUMS), (8 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7),
+        (attention.ring_backward(first_rank=True, **SUMS_EVEN), (12 * 96 + 32 * 96) * 7),
+        (attention.ring_backward(first_rank=False, **SUMS_EVEN), (36 * 96 + 8 * 96 + 24) * 7),
+        (attention.ring_gathered_kv(tokens=T, kv_heads=KV, head_dim=D, cp_size=8, allgather=True, head_chunks=3),
+         9 * 64 * 7),
+        (attention.ring_backward(first_rank=True, head_chunks=1, merge_bytes=2, **SHAPE),
+         (6 * 96 + 16 * 48 + 3 * 96 + 4 * 48 + 24 + 4 * 96) * 7),
+        (attention.ring_backward(first_rank=True, head_chunks=1, merge_bytes=2, **EVEN), (6 * 96 + 24 * 96) * 7),
+        (attention.ring_backward(first_rank=False, head_chunks=3, merge_bytes=4, **SHAPE),
+         (4 * 96 + 4 * 48) * 7 + (6 * 96 + 28 * 48 + 6 * 96 + 2 * 48 + 24 + 2 * 96) * 7 // 3),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=False), 244 * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=True, frozen=False), 324 * 7),
         (loss_head.final_norm(tokens=T, hidden_size=H, float32=False, frozen=True), 164 * 7),
@@ -222,6 +231,17 @@ def test_published_figure_of_offload() -> None:
 def test_pinned_blocks_are_rounded_up() -> None:
     """Qwen3-32B at 1M on 8 ranks: 1.25 GiB a layer takes 2 GiB."""
     assert host.pinned_layer_inputs(num_layers=64, tokens=131_072, hidden_size=5120, dtype_bytes=2) == 128 * 2**30
+
+
+def test_pinned_blocks_of_kept_layers_fill_their_powers_of_two() -> None:
+    """Qwen3-32B at 1M on 8 ranks: inputs of 1.25 GiB, outputs of 2 GiB, logsumexp of 32 MiB, nothing wasted."""
+    size = {"tokens": 131_072, "hidden_size": 5120, "heads": 64, "head_dim": 128, "dtype_bytes": 2}
+    assert host.pinned_kept_layers(num_layers=64, **size) == 64 * (1280 + 2048 + 32) * 2**20
+    # 2*40*90,000 bytes are 3 blocks of 2 MiB and 908,544 bytes; 2*96*90,000 are 8 and 502,784; 4*6*90,000 are 2,160,000
+    small = {"tokens": 90_000, "hidden_size": 40, "heads": 6, "head_dim": 16, "dtype_bytes": 2}
+    block = host.LAST_BLOCK
+    by_hand = (3 * block + (1 << 20)) + (8 * block + (1 << 19)) + (block + (1 << 16))
+    assert host.pinned_kept_layers(num_layers=5, **small) == 5 * by_hand
 
 
 @pytest.mark.parametrize("key", sorted(ITEMS))

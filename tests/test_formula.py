@@ -86,7 +86,6 @@ def test_worst_rank_is_reported() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "selective with --offload-activations": {"activation_checkpointing": "selective", "offload_activations": True},
     "selective with --dtype float32": {"activation_checkpointing": "selective", "dtype": "float32"},
     "checkpoint-every-n-layers 2 with --dtype float32": {"checkpoint_every_n_layers": 2, "dtype": "float32"},
     "offload-params": {"offload_params": True},
@@ -158,6 +157,23 @@ def test_selective_checkpointing_keeps_attention_outputs_of_every_layer() -> Non
     assert kept["loss"] == 5 * one
     assert kept["backward[4].mlp"] == 4 * one, "the running layer's own output is counted with what it saved"
     assert kept["backward[0].mlp"] == 0
+
+
+def test_attention_outputs_on_the_host_take_no_more_of_the_gpu_than_full_checkpointing() -> None:
+    t, given = 4096, {"offload_activations": True}
+    full = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t, **given)).totals()
+    plan = plan_of(tiny_spec(), max_length=t, activation_checkpointing="selective", **given)
+    kept = formula.instants(tiny_spec(), plan).totals()
+    assert kept.pop("forward") - full.pop("forward") == (2 * 96 + 24) * t, "one layer's on their way"
+    assert kept == full
+
+
+def test_selective_keeps_outputs_of_checkpointed_layers_alone() -> None:
+    t = 4096
+    plan = plan_of(tiny_spec(), max_length=t, activation_checkpointing="selective", checkpoint_every_n_layers=2)
+    phases = formula.instants(tiny_spec(), plan).phases
+    assert phases["loss"]["attention.kept_outputs"] == 3 * (2 * 96 + 24) * t, "layers 0, 2 and 4"
+    assert phases["backward[3].mlp"]["attention.kept_outputs"] == 2 * (2 * 96 + 24) * t
 
 
 def test_every_second_layer_keeps_everything() -> None:

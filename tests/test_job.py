@@ -321,7 +321,8 @@ for folder in sys.argv[1:]:
     config = SFTConfig(**{**built, "use_cpu": True, "bf16": False})
     assert config.gradient_checkpointing is (plan["activation_checkpointing"] != "none")
     kwargs = config.gradient_checkpointing_kwargs or {}
-    assert kwargs.get("offload", False) is plan["offload_activations"], kwargs
+    ours = arguments.keeps_attention_on_host(plan)
+    assert kwargs.get("offload", False) is (plan["offload_activations"] and not ours), kwargs
     assert config.max_length == plan["max_length"]
     assert config.max_steps == job["training"]["max_steps"]
 assert arguments.loss_type("chunked", None) == "chunked_nll"
@@ -333,9 +334,12 @@ except arguments.JobError as error:
     assert "--loss chunked" in str(error)
 else:
     raise AssertionError("full logits on a TRL without them")
-plan = {**plan, "checkpoint_every_n_layers": 2, "activation_checkpointing": "selective", "offload_activations": True}
-wanted = {"offload": True, "every_n_layers": 2, "selective": True, "use_reentrant": False}
-assert arguments.checkpointing_kwargs(plan) == wanted
+selective = {"checkpoint_every_n_layers": 2, "activation_checkpointing": "selective", "offload_activations": False}
+wanted = {"every_n_layers": 2, "use_reentrant": False}
+assert arguments.checkpointing_kwargs({**plan, **selective}) == {**wanted, "selective": True}
+assert arguments.checkpointing_kwargs({**plan, **selective, "offload_activations": True}) == wanted
+plan = {**plan, "checkpoint_every_n_layers": 2, "activation_checkpointing": "full", "offload_activations": True}
+assert arguments.checkpointing_kwargs(plan) == {**wanted, "offload": True}
 arguments.PreTrainedModel.activation_checkpointing_enable = lambda self, activation_checkpointing_kwargs=None: None
 try:
     arguments.checkpointing_kwargs(plan)

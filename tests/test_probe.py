@@ -47,7 +47,7 @@ import probe
 os.environ["RANK"] = rank
 build = probe.sft_arguments
 probe.sft_arguments = lambda job: {**build(job), "use_cpu": False}
-probe.ARGUMENTS = argparse.Namespace(rank=int(rank), capacity=None)
+probe.ARGUMENTS = argparse.Namespace(rank=int(rank), capacity=None, whole_steps=2)
 sys.exit(probe.main({**probe.JOB, "device": "cpu"}))
 """
 
@@ -83,6 +83,7 @@ def test_the_last_of_eight_ranks_runs_alone_with_finite_weights(tmp_path: Path) 
     found = result_of(folder)
     assert (found["rank"], found["distributed_type"]) == (7, "FSDP")
     assert found["loss"] == pytest.approx(LOG_V, abs=0.1), "what it gathers are copies of its own share"
+    assert found["step_s"] == pytest.approx(found["whole_steps_s"][1], abs=1e-3), "the last of two whole steps"
 
 
 @pytest.mark.train

@@ -11,6 +11,8 @@ from tests.conftest import plan_of, tiny_spec
 PULLED = {
     "one-gpu": {},
     "context-parallel": {"num_gpus": 4, "cp_size": 4},
+    "cp-head-chunks": {"num_gpus": 4, "cp_size": 4, "cp_head_chunks": 3},
+    "cp-merge-bfloat16": {"num_gpus": 4, "cp_size": 4, "cp_merge_dtype": "bfloat16"},
     "alltoall": {"num_gpus": 4, "cp_size": 4, "cp_comm_strategy": "alltoall"},
     "data-parallel": {"num_gpus": 2},
     "replicated": {"num_gpus": 4, "dp_replicate_size": 2},

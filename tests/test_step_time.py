@@ -151,6 +151,23 @@ def test_copies_to_the_host() -> None:
     assert parts(offload_activations=True).host_copies == 2 * LAYERS * L * H * 2 / 50
     assert parts(offload_activations=True, dtype="float32").host_copies == 2 * LAYERS * L * H * 4 / 50
     assert parts(activation_offloading=True).host_copies == 0, "on a stream of its own"
+
+
+def test_of_kept_attention_the_inputs_come_back_on_the_compute_stream() -> None:
+    kept = parts(activation_checkpointing="selective", offload_activations=True)
+    inputs, outputs = LAYERS * L * H * 2, LAYERS * L * (2 * 96 + 4 * 6)
+    compute = kept.attention + kept.linear + kept.loss_head + kept.elementwise
+    longer = inputs + 2 * outputs - 50 * compute
+    assert kept.host_copies == pytest.approx((inputs + max(longer, 0)) / 50)
+    assert kept.attention == parts(activation_checkpointing="none").attention
+    slow = gpu_of()
+    rates = RATES.model_copy(update={"host_copy_bytes": 1e-3})
+    plan = plan_of(tiny_spec(), max_length=L, activation_checkpointing="selective", offload_activations=True)
+    found = StepTimer(tiny_spec(), slow, rates).parts(plan)
+    assert found.host_copies == pytest.approx((2 * inputs + 2 * outputs) / 1e-3 - compute), "the link is the bound"
+
+
+def test_copies_of_shards() -> None:
     spec = tiny_spec()
     found = parts(spec, num_gpus=2, dp_shard_size=2, offload_params=True)
     assert found.host_copies == pytest.approx(3 * 4 * spec.num_parameters / 2 / 50)

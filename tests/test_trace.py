@@ -199,7 +199,8 @@ def test_what_was_replaced_is_put_back() -> None:
 
     before = state()
     spec = tiny_spec()
-    for given in ({"activation_offloading": True}, {"num_gpus": 2, "cp_size": 2, "offload_params": True}):
+    kept = {"activation_checkpointing": "selective", "offload_activations": True}
+    for given in (kept, {"activation_offloading": True}, {"num_gpus": 2, "cp_size": 2, "offload_params": True}):
         trace(spec, plan_of(spec, max_length=64, **given), torch_version="2.11.0")
     assert before == state()
 
@@ -228,6 +229,7 @@ EXTENDED: tuple[dict[str, Any], ...] = (
     {"num_gpus": 4, "dp_shard_size": 4, "reshard_after_forward": False},
     {"num_gpus": 4, "cp_size": 4, "activation_checkpointing": "selective"},
     {"num_gpus": 2, "cp_size": 2, "offload_activations": True, "offload_params": True},
+    {"num_gpus": 4, "cp_size": 4, "activation_checkpointing": "selective", "offload_activations": True},
 )
 
 

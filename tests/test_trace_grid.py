@@ -34,11 +34,16 @@ LENGTHS = (1024, 4096, 16384)
 """Taken in turn: short plans peak in the loss or at the optimizer, long ones in a layer."""
 SHARDED = {"num_gpus": 4, "dp_shard_size": 4}
 RING = {"num_gpus": 4, "cp_size": 4}
+KEPT = {"activation_checkpointing": "selective", "offload_activations": True}
 LEVERS: tuple[dict[str, Any], ...] = (
     {},
     {"activation_checkpointing": "none"},
     {"activation_checkpointing": "selective"},
     {"checkpoint_every_n_layers": 2},
+    {"activation_checkpointing": "selective", "checkpoint_every_n_layers": 2},
+    KEPT,
+    KEPT | {"checkpoint_every_n_layers": 2},
+    KEPT | {"freeze_embeddings": True},
     {"offload_activations": True},
     {"activation_offloading": True},
     {"per_device_train_batch_size": 3},
@@ -68,6 +73,7 @@ LEVERS: tuple[dict[str, Any], ...] = (
     SHARDED,
     SHARDED | {"activation_checkpointing": "none"},
     SHARDED | {"activation_checkpointing": "selective"},
+    SHARDED | KEPT,
     SHARDED | {"checkpoint_every_n_layers": 2},
     SHARDED | {"offload_activations": True},
     SHARDED | {"offload_params": True},
@@ -80,8 +86,13 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
     RING,
     RING | {"cp_comm_strategy": "alltoall"},
+    RING | {"cp_head_chunks": 2},
+    RING | {"cp_merge_dtype": "bfloat16"},
+    RING | KEPT | {"cp_head_chunks": 2, "cp_merge_dtype": "bfloat16"},
     RING | {"activation_checkpointing": "none"},
     RING | {"activation_checkpointing": "selective"},
+    RING | KEPT,
+    RING | KEPT | {"cp_comm_strategy": "alltoall"},
     RING | {"offload_activations": True},
     RING | {"offload_params": True},
     RING | {"gradient_accumulation_steps": 2},

@@ -65,6 +65,8 @@ def _plan_flags(
     cp_size: Annotated[int | None, _option("Ranks that split a sequence by ring attention (FSDP2).")] = None,
     sp_size: Annotated[int | None, _option("Ranks that split a sequence by Ulysses (DeepSpeed).")] = None,
     cp_comm_strategy: Annotated[str | None, _choice("allgather or alltoall.", CommStrategy)] = None,
+    cp_head_chunks: Annotated[int | None, _option("Parts of the heads that ring attention takes in turn.")] = None,
+    cp_merge_dtype: Annotated[str | None, _choice("float32 or bfloat16: sums of ring attention.", Dtype)] = None,
     dtype: Annotated[str | None, _choice("bfloat16 or float32: type the weights are loaded in.", Dtype)] = None,
     optim: Annotated[
         str | None, _option("Optimizer, by transformers' name.", complete=completion.one_of(*KNOWN_OPTIMIZERS))

@@ -65,6 +65,8 @@ def saved(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
 def kept_outputs(*, num_layers: int, tokens: int, heads: int, head_dim: int) -> int:
     """Attention outputs and row sums that selective checkpointing keeps instead of recomputing them.
 
+    With offload they wait on the host, and in the forward one layer's are on their way there.
+
     Formula: ``(2*h*d + 4*h)*T*layers_left``
     Live in: forward, loss, backward
     Rounding: exact
@@ -231,10 +233,12 @@ def eager_backward(
 
 
 @item("attention.ring_gathered_kv", "all_gather")
-def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int, allgather: bool) -> int:
-    """Keys and values of other ranks, and the own pair packed for sending.
+def ring_gathered_kv(
+    *, tokens: int, kv_heads: int, head_dim: int, cp_size: int, allgather: bool, head_chunks: int
+) -> int:
+    """Keys and values of other ranks, and the own pair packed for sending; of one of G parts of the heads at a time.
 
-    Formula: ``(C + 1)*4*k*d*T``; alltoall: ``min(C, 3)*4*k*d*T``
+    Formula: ``(C + 1)*4*k*d*T/G``; alltoall: ``min(C, 3)*4*k*d*T/G``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: nothing
@@ -242,21 +246,27 @@ def ring_gathered_kv(*, tokens: int, kv_heads: int, head_dim: int, cp_size: int,
     Confidence: exact
     """
     shards = cp_size + 1 if allgather else min(cp_size, 3)
-    return shards * 4 * kv_heads * head_dim * tokens
+    return shards * 4 * kv_heads // head_chunks * head_dim * tokens
 
 
 @item("attention.ring_backward", "temporary")
-def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, first_rank: bool) -> int:
+def ring_backward(
+    *, tokens: int, heads: int, kv_heads: int, head_dim: int, first_rank: bool, head_chunks: int, merge_bytes: int
+) -> int:
     """Ring attention's second backward step: dO, float32 accumulators, the last step's results, this one's, scratch.
 
     Alive a token: dO 2hd, accumulators 4hd + 8kd, the first step's results 2hd + 4kd, gradients in transit 16kd. This
     step adds on rank 0, where half the queries meet all keys, results hd + 4kd and scratch 2hd + 2h + 2h, and 4hd
     if k < h; on the others, where all queries meet half the keys, results 2hd + 2kd and scratch 4hd + 4h, and 2hd
     if k < h. On rank 0 with k = h the end of the first step is larger: contiguous keys and values 4kd are still there,
-    and the query gradients are summed into a new 4hd.
+    and the pair packed for sending.
 
-    Formula: ``(8*h*d + 28*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``, and scratch;
-        rank 0 with k = h: ``(12*h*d + 32*k*d)*T``
+    With cp_merge_dtype bfloat16 accumulators and gradients in transit take b = 2 bytes for 4. With G parts of the heads
+    in turn dO and the three gradients are whole, and everything else is that of one part.
+
+    Formula: ``R = ((4 + b)*h*d + (4 + 6*b)*k*d + step)*T``; step = ``3*h*d + 4*k*d + 4*h`` or ``6*h*d + 2*k*d + 4*h``,
+        and scratch; rank 0 with k = h: at least ``((4 + b)*h*d + (12 + 6*b)*k*d)*T``; G parts: ``(4*h*d + 4*k*d)*T +
+        (R - 2*h*d*T)/G``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
     Ignores: forward merges, which are always smaller
@@ -264,13 +274,17 @@ def ring_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, firs
         history of OLMo 2 with cp 4
     Confidence: exact
     """
-    query, key = heads * head_dim, kv_heads * head_dim
+    query, key, wide = heads * head_dim, kv_heads * head_dim, merge_bytes
     grouped = kv_heads < heads
-    common = 2 * query + 4 * query + 8 * key + 2 * query + 4 * key + 16 * key
-    if first_rank and not grouped:
-        return (12 * query + 32 * key) * tokens
+    given = 2 * query
+    common = wide * query + 2 * wide * key + 2 * query + 4 * key + 4 * wide * key
     if first_rank:
-        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + 4 * query
+        step = query + 4 * key + 2 * query + 2 * heads + 2 * heads + (4 * query if grouped else 0)
     else:
         step = 2 * query + 2 * key + 4 * query + 4 * heads + (2 * query if grouped else 0)
-    return (common + step) * tokens
+    own = common + step
+    if first_rank and not grouped:
+        own = max(own, (2 + wide) * query + (12 + 6 * wide) * key)
+    if head_chunks == 1:
+        return (given + own) * tokens
+    return (given + 2 * query + 4 * key) * tokens + own * tokens // head_chunks

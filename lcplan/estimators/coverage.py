@@ -39,7 +39,6 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
-        "--activation-checkpointing selective with --offload-activations": selective and plan.offload_activations,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
         f"--checkpoint-every-n-layers {plan.checkpoint_every_n_layers} with --dtype float32": (
             plan.checkpoint_every_n_layers > 1 and float32

@@ -195,6 +195,8 @@ class Step:
             cp_size=plan.cp_size,
             first_rank=self.first_rank,
             allgather=plan.cp_comm_strategy == "allgather",
+            cp_head_chunks=plan.cp_head_chunks,
+            cp_merge_bytes=weights.FP32_BYTES if plan.cp_merge_dtype == "float32" else weights.BF16_BYTES,
             sp_size=plan.sp_size,
             narrow_adapters=self.fsdp or self.quantised,
             lora_rank=plan.lora_r,
@@ -390,10 +392,9 @@ class Step:
             # a layer that interleaves them keeps what it made; as its arguments a checkpoint keeps them
             holders = checkpointed if TRAITS[self.spec.model_type].interleaved_rotary else count
             kept = merge(kept, self.rotary_tables(holders, wide=False))
-        if self.plan.activation_checkpointing == "selective":
-            spec, item = self.spec, attention.kept_outputs
-            outputs = item(num_layers=below, tokens=self.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)
-            kept[item.key] = outputs
+        if self.plan.activation_checkpointing == "selective" and not self.plan.keeps_attention_on_host:
+            # a layer that is not checkpointed has its output among what it saves
+            kept = merge(kept, self._kept_outputs(sum(kind.recomputed for kind in kinds[:below])))
         if self.spec.moe is not None and self.spec.moe.has_router_loss:
             kept[moe.router_gradients.key] = moe.router_gradients(
                 tokens=self.tokens, num_experts=self.spec.moe.num_experts,
@@ -412,6 +413,11 @@ class Step:
     def _inputs(self, num_layers: int) -> Alive:
         item = activations.layer_inputs
         size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size, "dtype_bytes": self.compute_bytes}
+        return {item.key: item(num_layers=num_layers, **size)}
+
+    def _kept_outputs(self, num_layers: int) -> Alive:
+        spec, item = self.spec, attention.kept_outputs
+        size = {"tokens": self.tokens, "heads": spec.num_attention_heads, "head_dim": spec.head_dim}
         return {item.key: item(num_layers=num_layers, **size)}
 
     def _autocast_of(self, num_layers: int) -> Alive:
@@ -462,6 +468,8 @@ class Step:
         alive |= self._masks(self.masks)
         if self.plan.offload_activations:
             alive = merge(alive, self._inputs(1))
+        if self.plan.keeps_attention_on_host and self.kinds[-1].recomputed:
+            alive = merge(alive, self._kept_outputs(1))  # on its way to the host
         if not self.kinds[-1].recomputed and not self.float32:
             norm = loss_head.final_norm_forward
             wide = TRAITS[spec.model_type].wide_norms
@@ -670,13 +678,24 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     float32 = plan.dtype == "float32" and plan.backend != "fsdp2"
     size = weights.FP32_BYTES if float32 else weights.BF16_BYTES
     checkpointed = -(-spec.num_hidden_layers // plan.checkpoint_every_n_layers)
-    pinned = host.pinned_layer_inputs(
-        num_layers=checkpointed if plan.offload_activations or plan.activation_offloading else 0,
-        tokens=plan.tokens_per_rank,
-        hidden_size=spec.hidden_size,
-        dtype_bytes=size,
-    )
-    alive = {host.pinned_layer_inputs.key: pinned}
+    offloads = plan.offload_activations or plan.activation_offloading
+    alive = {
+        host.pinned_layer_inputs.key: host.pinned_layer_inputs(
+            num_layers=checkpointed if offloads and not plan.keeps_attention_on_host else 0,
+            tokens=plan.tokens_per_rank,
+            hidden_size=spec.hidden_size,
+            dtype_bytes=size,
+        )
+    }
+    if plan.keeps_attention_on_host:
+        alive[host.pinned_kept_layers.key] = host.pinned_kept_layers(
+            num_layers=checkpointed,
+            tokens=plan.tokens_per_rank,
+            hidden_size=spec.hidden_size,
+            heads=spec.num_attention_heads,
+            head_dim=spec.head_dim,
+            dtype_bytes=size,
+        )
     if plan.backend == "deepspeed":
         alive |= _zero_on_host(spec, plan)
     elif plan.offload_params:

@@ -1,6 +1,6 @@
 """Host memory: pinned layer inputs and the copies made while loading.
 
-Letters: n layers, T tokens per rank, H hidden size, b bytes of one element, P parameters.
+Letters: n layers, T tokens per rank, H hidden size, h query heads, d head_dim, b bytes of one element, P parameters.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from lcplan.estimators._item import item
 from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 from lcplan.units import ceil_div, pow2_ceil
+
+LAST_BLOCK = 1 << 21
+"""LAST_BLOCK of backends/templates/kept_attention.py."""
 
 
 @item("host.pinned_layer_inputs", "activation")
@@ -22,6 +25,25 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
     Confidence: exact
     """
     return num_layers * pow2_ceil(dtype_bytes * hidden_size * tokens)
+
+
+@item("host.pinned_kept_layers", "activation")
+def pinned_kept_layers(
+    *, num_layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, dtype_bytes: int
+) -> int:
+    """Pinned blocks that hold layer inputs, attention outputs and their logsumexp, where attention is not recomputed.
+
+    Each tensor is cut into blocks of a power of two, so that only what is left below 2 MiB is rounded up.
+
+    Formula: ``n * (up(b*H*T) + up(2*h*d*T) + up(4*h*T))``; up(x) = ``x - x % 2 MiB + pow2ceil(x % 2 MiB)``
+    Live in: forward, loss, backward; the pinned cache keeps them between steps
+    Rounding: the pinned allocator rounds every block up to a power of two
+    Ignores: batches on their way to the GPU, some MB
+    Source: backends/templates/kept_attention.py; torch CachingHostAllocator
+    Confidence: modelled
+    """
+    sizes = (dtype_bytes * hidden_size * tokens, BF16_BYTES * heads * head_dim * tokens, FP32_BYTES * heads * tokens)
+    return num_layers * sum(size - size % LAST_BLOCK + pow2_ceil(size % LAST_BLOCK) for size in sizes)
 
 
 @item("host.load_copies", "parameter")
@@ -128,7 +150,7 @@ def zero_masters(*, num_parameters: int, ranks: int) -> int:
     return ceil_div(FP32_BYTES * num_parameters, ranks)
 
 
-PINNED = (pinned_layer_inputs, pinned_shards, zero_pinned_gradients, zero_pinned_copies)
+PINNED = (pinned_layer_inputs, pinned_kept_layers, pinned_shards, zero_pinned_gradients, zero_pinned_copies)
 """Items that stay in pinned memory while the job trains."""
 PAGEABLE = (optimizer_states, paged_states, zero_masters)
 """Items in ordinary host memory while the job trains."""

@@ -119,6 +119,10 @@ class LayerShape:
     cp_size: int
     first_rank: bool
     allgather: bool
+    cp_head_chunks: int
+    """Parts of the heads that ring attention takes in turn."""
+    cp_merge_bytes: int
+    """Of one element of ring attention's sums."""
     sp_size: int
     """Ranks that exchange their tokens for heads around attention (Ulysses)."""
     narrow_adapters: bool
@@ -546,9 +550,11 @@ def _attention_backward(shape: LayerShape) -> Alive:
         own = {
             gathered.key: gathered(
                 tokens=shape.tokens, kv_heads=spec.num_key_value_heads, head_dim=spec.head_dim,
-                cp_size=shape.cp_size, allgather=shape.allgather,
+                cp_size=shape.cp_size, allgather=shape.allgather, head_chunks=shape.cp_head_chunks,
             ),
-            ring.key: ring(first_rank=shape.first_rank, **sizes),
+            ring.key: ring(
+                first_rank=shape.first_rank, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes
+            ),
         }  # fmt: skip
     elif shape.flash:
         flash = attention.flash_backward

@@ -264,7 +264,7 @@ class StepTimer:
             loss_head=micro * work.loss_head,
             elementwise=micro * work.elementwise,
             ring=micro * work.ring,
-            host_copies=micro * self._copy_seconds(plan),
+            host_copies=micro * self._copy_seconds(plan, work.total),
             exchange=exposed,
             optimizer=self._optimizer_seconds(plan),
         )
@@ -275,7 +275,7 @@ class StepTimer:
         Source: FLOPs and bytes over the GPU's measured rates
         """
         work = self._work(plan)
-        step = work.total + self._copy_seconds(plan)
+        step = work.total + self._copy_seconds(plan, work.total)
         exposed = self._exposed_seconds(plan, attention=work.attention, compute=work.total)
         return plan.gradient_accumulation_steps * step + exposed + self._optimizer_seconds(plan)
 
@@ -375,13 +375,23 @@ class StepTimer:
             num_bytes += (weights.FP32_BYTES + weights.BF16_BYTES) * self.active * (1 + recomputed)
         return num_bytes / self.rates.memory_bytes
 
-    def _copy_seconds(self, plan: TrainPlan) -> float:
-        """Copies to and from the host on the compute stream; TRL's own offload has a stream of its own."""
+    def _copy_seconds(self, plan: TrainPlan, compute: float) -> float:
+        """Copies to and from the host on the compute stream, and of those beside it what is longer than ``compute``.
+
+        TRL's own offload has a stream of its own. Where attention is kept on the host, the layer inputs come back on
+        the compute stream; the rest goes beside it.
+        """
         num_bytes = 0.0
         if plan.offload_activations:
             layers = ceil_div(self.spec.num_hidden_layers, plan.checkpoint_every_n_layers)
             size = weights.FP32_BYTES if _is_wide(plan) else weights.BF16_BYTES
-            num_bytes += 2 * layers * plan.tokens_per_rank * self.spec.hidden_size * size
+            inputs = layers * plan.tokens_per_rank * self.spec.hidden_size * size
+            if plan.keeps_attention_on_host:
+                outputs = weights.BF16_BYTES * self.query + weights.FP32_BYTES * self.spec.num_attention_heads
+                beside = inputs + 2 * layers * plan.tokens_per_rank * outputs
+                num_bytes += inputs + max(beside - compute * self.rates.host_copy_bytes, 0.0)
+            else:
+                num_bytes += 2 * inputs
         if plan.offload_params:  # shards come in for forward and backward, gradients go out
             num_bytes += 3 * weights.FP32_BYTES * self.num_parameters / plan.shard_size
         return num_bytes / self.rates.host_copy_bytes

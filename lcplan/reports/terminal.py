@@ -437,9 +437,9 @@ def budget_line(report: MemoryReport) -> str | None:
 
 FLAGS = (
     "cp_size", "dp_shard_size", "dp_replicate_size", "activation_checkpointing", "checkpoint_every_n_layers", "loss",
-    "optim", "cp_comm_strategy", "rope", "per_device_train_batch_size", "gradient_accumulation_steps", "gpus_per_node",
-    "lora_r", "lora_target_modules", "dtype", "quantize", "mlp_tile_size", "kernels",
-    "attn_implementation",
+    "optim", "cp_comm_strategy", "cp_head_chunks", "cp_merge_dtype", "rope", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "gpus_per_node", "lora_r", "lora_target_modules", "dtype", "quantize",
+    "mlp_tile_size", "kernels", "attn_implementation",
 )  # fmt: skip
 SWITCHES = ("offload_activations", "activation_offloading", "offload_params", "packing")
 STACK_DEFAULTS = {

@@ -126,17 +126,23 @@ def _with_adapters(model: Any, plan: TrainPlan) -> Any:
 
 def _checkpoint(model: Any, plan: TrainPlan) -> None:
     """Checkpointing as the trainer enables it."""
-    if plan.activation_checkpointing == "selective":
+    if plan.activation_checkpointing == "selective" and not plan.keeps_attention_on_host:
         from trl.models import enable_selective_activation_checkpointing
 
         enable_selective_activation_checkpointing(model)
     try:
         model.activation_checkpointing_enable(
-            {"use_reentrant": False}, every_n_layers=plan.checkpoint_every_n_layers, offload=plan.offload_activations
+            {"use_reentrant": False},
+            every_n_layers=plan.checkpoint_every_n_layers,
+            offload=plan.offload_activations and not plan.keeps_attention_on_host,
         )
     except ValueError as error:  # a model without it
         reason = str(error).rstrip(".")
         raise PlanError("not-traced", f"{reason}. Use --activation-checkpointing none.") from error
+    if plan.keeps_attention_on_host:
+        from lcplan.backends.templates import kept_attention
+
+        kept_attention.install(model)
 
 
 def decoder_layers(model: Any) -> list[Any]:

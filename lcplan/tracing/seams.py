@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lcplan.errors import EnvironmentProblem
+from lcplan.train_plan import TrainPlan
 
 TESTED = "torch 2.13, transformers 5.24, accelerate 1.15, trl 1.16, peft 0.21"
 
@@ -63,6 +64,7 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
+KEPT_ATTENTION = "lcplan.backends.templates.kept_attention"
 GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
     # one kernel with a mask of bytes
@@ -73,6 +75,9 @@ GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("trl.kernels.chunked_logprob", "_forward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_backward_kernel", _NoKernel()),
     ("trl.kernels.chunked_logprob", "_addmm_fp32", lambda *_args: None),
+    # the CPU stands for the GPU, whose copies run in program order
+    (KEPT_ATTENTION, "is_on_gpu", lambda _tensor: True),
+    (KEPT_ATTENTION, "STREAMS", STREAMS),
 )
 """Module, name, and what it becomes while tracing."""
 FAST_ALL = ("transformers.masking_utils", "fast_all")
@@ -100,6 +105,7 @@ NEEDED_BY_SHARDING = (
     ("accelerate.big_modeling", "_attach_context_parallel_hooks"),
     ("transformers.trainer", "Trainer._prepare_context_parallel_inputs"),
     (RING, "custom_ops"),
+    (RING, "_cp_options"),
     (RING, "_templated_ring_attention"),
     (RING, "_templated_ring_attention_backward"),
 )
@@ -267,10 +273,15 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ring_attention_on_cpu() -> Iterator[None]:
-    """Let torch's ring attention run with the CPU's attention operator, whose outputs are those of the GPU's."""
+def ring_attention_on_cpu(plan: TrainPlan | None = None) -> Iterator[None]:
+    """Let torch's ring attention run with the CPU's attention operator, whose outputs are those of the GPU's.
+
+    As the job of ``plan`` sets it up.
+    """
     import torch
     from torch.distributed.tensor import DTensor
+
+    from lcplan.backends.templates import ring_attention
 
     ring: Any = importlib.import_module(RING)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -301,11 +312,14 @@ def ring_attention_on_cpu() -> Iterator[None]:
         )  # fmt: skip
         return sharded(results, query)
 
-    before = dict(ring.custom_ops)
+    before, in_float32 = dict(ring.custom_ops), ring._cp_options.convert_to_f32
     ring.custom_ops |= {forward: run_forward, backward: run_backward}
+    if plan is not None:
+        ring_attention.install(head_chunks=plan.cp_head_chunks, merge_dtype=plan.cp_merge_dtype)
     try:
         yield
     finally:
+        ring._cp_options.convert_to_f32 = in_float32
         ring.custom_ops.clear()
         ring.custom_ops.update(before)
 

@@ -58,7 +58,7 @@ def ranks_of(plan: TrainPlan, rank: int) -> Iterator[Ranks | None]:
         )
         if plan.cp_size > 1:
             set_rotate_method(plan.cp_comm_strategy)
-            stack.enter_context(ring_attention_on_cpu())
+            stack.enter_context(ring_attention_on_cpu(plan))
         if plan.offload_params:
             stack.enter_context(shards_on_host())
         yield Ranks(parallelism, parallelism.build_device_mesh("cpu"))

@@ -89,7 +89,7 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
     if plan["activation_checkpointing"] == "none":
         return None
     asked: dict[str, Any] = {}
-    if plan["offload_activations"]:
+    if plan["offload_activations"] and not keeps_attention_on_host(plan):
         asked["offload"] = True
     if plan["checkpoint_every_n_layers"] > 1:
         asked["every_n_layers"] = plan["checkpoint_every_n_layers"]
@@ -100,13 +100,18 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
             f"transformers {transformers.__version__} cannot checkpoint with {', '.join(unknown)}. "
             "Install a later release, or plan without it."
         )
-    if plan["activation_checkpointing"] == "selective":
+    if plan["activation_checkpointing"] == "selective" and not keeps_attention_on_host(plan):
         if not hasattr(trl.models, "enable_selective_activation_checkpointing"):
             raise JobError(f"trl {trl.__version__} has no selective checkpointing. Install trl>=1.15.")
         asked["selective"] = True
     # Adapters under ZeRO-3 train right with the reentrant kind alone, as TRL sets it by itself.
     reentrant = plan["lora_r"] is not None and plan["backend"] == "deepspeed" and plan["zero_stage"] == 3
     return {**asked, "use_reentrant": reentrant}
+
+
+def keeps_attention_on_host(plan: dict[str, Any]) -> bool:
+    """Layer inputs and attention outputs both wait on the host: kept_attention.py does it, not transformers and TRL."""
+    return plan["activation_checkpointing"] == "selective" and plan["offload_activations"]
 
 
 def rows_per_step(plan: dict[str, Any]) -> int:

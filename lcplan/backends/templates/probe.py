@@ -1,10 +1,11 @@
 """Measure one step of this job as one rank of its N on a single GPU, with no communication.
 
-    python probe.py [--rank R] [--capacity BYTES]
+    python probe.py [--rank R] [--capacity BYTES] [--whole-steps N]
 
 Real kernels and real allocations: the model, the trainer and the arguments are train.py's, and PyTorch's fake process
 group stands in for the other ranks. Their weights are copies of this rank's share, so that values stay finite; losses
-mean nothing. Two steps of random tokens: a short one, which creates the optimizer states, and the measured one.
+mean nothing. Two steps of random tokens: a short one, which creates the optimizer states, and the measured one. With
+more whole steps the last is measured; the first of them also pays for new pinned memory.
 probe.json says what was measured, or why nothing was. Exit code: 0 done; 1 it ran out of memory or failed; 2 the plan
 or the versions installed do not allow a probe.
 """
@@ -33,6 +34,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=0, help="rank that this GPU stands for")
     parser.add_argument("--capacity", type=int, help="bytes that PyTorch's allocator may take from the driver")
+    parser.add_argument("--whole-steps", type=int, default=1, help="steps of the plan's length")
     return parser.parse_args()
 
 
@@ -58,7 +60,7 @@ def launcher_environment(rank: int) -> dict[str, str]:
     return {**prepare_multi_gpu_env(arguments), **ranks, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 
 
-ARGUMENTS = read_arguments() if __name__ == "__main__" else argparse.Namespace(rank=0, capacity=None)
+ARGUMENTS = read_arguments() if __name__ == "__main__" else argparse.Namespace(rank=0, capacity=None, whole_steps=1)
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 os.environ.update(launcher_environment(ARGUMENTS.rank))
@@ -103,6 +105,7 @@ class PhaseRecorder(TrainerCallback):
         self.cuda = torch.cuda.is_available() and JOB["device"] == "gpu"
         self.parts = measure.PhasePeaks(on_gpu=self.cuda)
         self.step_s: float | None = None
+        self.whole_steps_s: list[float] = []
         self.loss: float | None = None
         self._started = 0.0
 
@@ -130,21 +133,26 @@ class PhaseRecorder(TrainerCallback):
         self.parts.mark("optimizer_step")
         self.step_s = time.perf_counter() - self._started
 
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        """Called by the trainer after the optimizer."""
+        if state.global_step > 1:
+            self.whole_steps_s.append(round(self.step_s or 0.0, 4))
+
     def on_log(self, *_args: Any, logs: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer after each step."""
         if "loss" in (logs or {}):
             self.loss = float(logs["loss"])
 
 
-def row_lengths(plan: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of a row in the first step and in the measured one."""
+def row_lengths(plan: dict[str, Any]) -> list[int]:
+    """Tokens of a row in the first step and in each whole one."""
     multiple = length_multiple(plan)
     whole = row_length(plan)
-    return min(whole, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple)), whole
+    return [min(whole, max(multiple, SHORT_TOKENS - SHORT_TOKENS % multiple)), *[whole] * ARGUMENTS.whole_steps]
 
 
 def random_rows(plan: dict[str, Any], vocab_size: int, seed: int) -> Dataset:
-    """One step of short rows, one of whole ones; every rank's, since the loader deals them out."""
+    """A step of short rows, then those of whole ones; every rank's, since the loader deals them out."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.randint(1, vocab_size, (tokens,), generator=generator, dtype=torch.int32).numpy()
@@ -162,7 +170,7 @@ def bare_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
-    """Two steps, and what the second one took."""
+    """A short step and the whole ones, and what the last took."""
     plan = job["plan"]
     if job["device"] == "gpu" and not torch.cuda.is_available():
         raise JobError("a probe needs one CUDA GPU, and this PyTorch sees none.")
@@ -175,9 +183,10 @@ def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(ARGUMENTS.capacity / total)
     if plan["backend"] != "single":
         join_fake_group(ARGUMENTS.rank, plan["num_gpus"])
+    steps = len(row_lengths(plan))
     arguments = {
         **sft_arguments(job),
-        "max_steps": 2,
+        "max_steps": steps,
         "save_strategy": "no",
         "eval_strategy": "no",
         "train_sampling_strategy": "sequential",
@@ -191,8 +200,10 @@ def probe(job: dict[str, Any], recorder: PhaseRecorder) -> dict[str, Any]:
     trainer = make_trainer(job, args, model, data, [recorder, ShardCheck(plan)])
     recorder.watch(trainer.model)
     trainer.train()
-    if trainer.state.global_step != 2:
-        raise JobError(f"{trainer.state.global_step} steps ran, planned 2: the rows were not dealt out as planned.")
+    if trainer.state.global_step != steps:
+        raise JobError(
+            f"{trainer.state.global_step} steps ran, planned {steps}: the rows were not dealt out as planned."
+        )
     return {"distributed_type": str(trainer.accelerator.distributed_type.value)}
 
 
@@ -224,6 +235,7 @@ def main(job: dict[str, Any]) -> int:
         "pinned_peak_bytes": measure.pinned_peak_bytes() if recorder.cuda else None,
         "device_used_bytes": measure.device_used_bytes() if recorder.cuda else None,
         "step_s": recorder.step_s,
+        "whole_steps_s": recorder.whole_steps_s,
         "loss": recorder.loss,
     }
     content = {

@@ -32,9 +32,11 @@ if JOB["plan"]["backend"] == "single":
 
 import attempt
 import measure
+import ring_attention
 import torch
 from accelerate import PartialState
 from arguments import (
+    keeps_attention_on_host,
     length_multiple,
     ranks_per_sequence,
     row_length,
@@ -46,6 +48,7 @@ from arguments import (
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
 from data import describe
 from datasets import Dataset
+from kept_attention import KeepAttention
 from model import build_model, load_config, lora_config
 from rows import RowShape, load_rows, make_rows
 from tokenization import load_tokenizer, make_tokenizer
@@ -114,6 +117,10 @@ def make_trainer(
 ) -> SFTTrainer:
     """The trainer, and the checks that it is set up as planned."""
     plan = job["plan"]
+    if plan["cp_size"] > 1:
+        ring_attention.install(head_chunks=plan["cp_head_chunks"], merge_dtype=plan["cp_merge_dtype"])
+    if keeps_attention_on_host(plan):
+        callbacks = [*callbacks, KeepAttention()]
     trainer = SFTTrainer(
         model=model,
         args=args,
