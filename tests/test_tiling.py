@@ -237,6 +237,9 @@ def test_a_job_that_cannot_be_tiled_says_so(tmp_path: Path) -> None:
 def test_what_the_job_cannot_tile_is_refused_before(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--mlp-tile-size 16 with --backend deepspeed"):
         render_job(fsdp2_job(backend="deepspeed", zero_stage=3, mlp_tile_size=16), tmp_path / "job")
+    ddp = {"backend": "ddp", "dp_shard_size": 1, "dp_replicate_size": 2}
+    with pytest.raises(PlanError, match="--mlp-tile-size 16 with --backend ddp"):
+        render_job(fsdp2_job(**ddp, mlp_tile_size=16), tmp_path / "job")
     with pytest.raises(PlanError, match="--mlp-tile-size 16 with --activation-offloading"):
         plan_of(tiny_spec(), max_length=64, mlp_tile_size=16, activation_offloading=True)
     with pytest.raises(PlanError, match="--mlp-tile-size 16 with --lora-dropout"):

@@ -306,7 +306,7 @@ def test_safe_mlp_tiles(tmp_path: Path) -> None:
     zero = {"backend": "deepspeed", "zero_stage": 3}
     with pytest.raises(LcplanError) as caught:
         render_job(fsdp2_job(mlp_tile_size=64, **zero), tmp_path / "job")
-    assert caught.value.code == "tiles-deepspeed"
+    assert caught.value.code == "tiles-backend"
 
 
 def test_the_job_asks_for_nothing_of_the_traps() -> None:

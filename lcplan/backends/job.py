@@ -114,10 +114,11 @@ def _refusals(job: JobSpec) -> tuple[tuple[bool, str, str], ...]:
     joined = _joins_texts(job)
     return (
         (
-            plan.mlp_tile_size is not None and plan.backend == "deepspeed",
-            "tiles-deepspeed",
-            f"--mlp-tile-size {plan.mlp_tile_size} with --backend deepspeed: a tile's backward needs the weights that "
-            "ZeRO gathers for a whole forward only. Use --backend fsdp2, or leave it out.",
+            plan.mlp_tile_size is not None and plan.backend in ("ddp", "deepspeed"),
+            "tiles-backend",
+            f"--mlp-tile-size {plan.mlp_tile_size} with --backend {plan.backend}: a tile's backward needs the weights "
+            "that ZeRO gathers for a whole forward only, and nobody has tried it with DDP. Use --backend fsdp2, or "
+            "leave it out.",
         ),
         (
             plan.kernels == "liger" and (job.device == "cpu" or plan.backend == "deepspeed"),
