@@ -355,7 +355,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="liger-kernel, a CUDA GPU",
         excludes=("activation-offloading", "selective-checkpointing", "lora"),
         dimension="kernels",
-        not_searched="no row has measured it yet; ask for it with --kernels liger",
+        not_searched="it needs another package; ask for it with --kernels liger",
         is_on=lambda _, plan: plan.kernels == "liger",
     ),
     Lever(

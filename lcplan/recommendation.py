@@ -26,6 +26,8 @@ from lcplan.units import ByteUnits, format_bytes
 Objective = Literal["fastest", "smallest"]
 HEADROOM_SHARE = 20
 """Of the usable memory, one in so many parts stays free under ``fastest``: for what is not modelled."""
+AS_FAST = 0.01
+"""Plans whose times differ by less are taken to be equally fast: no step time is known better."""
 MOST_NODES = 8
 """Nodes up to which the search for a change that would make it fit looks."""
 LORA_RANK = 16
@@ -207,13 +209,27 @@ class _Search:
 
     def _best(self, plans: Lattice) -> Candidate | None:
         if self.goal.objective == "fastest":
-            return next((candidate for candidate in plans.candidates if self.prices.fits(candidate)), None)
+            return self._fastest(plans)
         best: tuple[int, Candidate] | None = None
         for candidate in plans.candidates:
             limit = self.prices.room if best is None else best[0] - 1
             if not self.prices.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan):
                 best = self.prices.device_peak(candidate.plan), candidate
         return best and best[1]
+
+    def _fastest(self, plans: Lattice) -> Candidate | None:
+        """Of the plans that fit and are as fast as the fastest of them, the one with the fewest levers."""
+        best: Candidate | None = None
+        last = 0.0
+        for candidate in plans.candidates:
+            if best is None:
+                if self.prices.fits(candidate):
+                    best, last = candidate, candidate.seconds_per_token * (1 + AS_FAST)
+            elif candidate.seconds_per_token > last:
+                break
+            elif candidate.num_levers < best.num_levers and self.prices.fits(candidate):
+                best = candidate
+        return best
 
     def _fewer_gpus(self, best: Candidate, plans: Lattice) -> str | None:
         used, there = best.plan.num_gpus, self.goal.num_gpus

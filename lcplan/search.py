@@ -27,7 +27,7 @@ FORWARD_IGNORES = frozenset(
 )
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
 _forward_key = attrgetter(
-    *(name for name in TrainPlan.model_fields if name not in FORWARD_IGNORES and name != "mlp_tile_size")
+    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "optim"})
 )
 
 
@@ -41,8 +41,13 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Fastest first; of equally fast ones that with fewer levers beside those that are on by default."""
-        return self.seconds_per_token, sum(not BY_ID[id].is_default for id in self.levers)
+        """Fastest first; of equally fast ones that with fewer levers."""
+        return self.seconds_per_token, self.num_levers
+
+    @property
+    def num_levers(self) -> int:
+        """Levers beside those that are on by default."""
+        return sum(not BY_ID[id].is_default for id in self.levers)
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class Prices:
 
         Bytes of the forward phase with the smallest tiles, where the MLP can have any: then tiled plans share it too.
         """
-        key = _forward_key(plan)
+        key = (plan.optim.removesuffix("_fused"), *_forward_key(plan))  # a fused optimizer keeps the same states
         if key not in self._forwards:
             if plan.mlp_tile_size is None and can_tile(self.spec, plan):
                 plan = plan.model_copy(update={"mlp_tile_size": min(TILE_SIZES)})

@@ -1,4 +1,7 @@
-"""The search is exact: legal plans only, the fastest that fits, over random goals and against brute force."""
+"""The search is exact: legal plans only, the fastest that fits or one as fast with fewer levers.
+
+Held against random goals, and against brute force.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lcplan.estimators import formula, step_time
 from lcplan.estimators.coverage import check_covered
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, active_levers, conflict, divisors, excluded
 from lcplan.model_spec import ModelSpec
-from lcplan.recommendation import Goal, Recommendation, recommend
+from lcplan.recommendation import AS_FAST, Goal, Recommendation, recommend
 from lcplan.rope import resolve_rope
 from lcplan.search import FORWARD_IGNORES, Candidate, Prices, gpu_counts, lattice, ordering_rates
 from lcplan.train_plan import TrainPlan, resolve
@@ -116,7 +119,8 @@ def test_the_forward_phase_depends_on_nothing_that_its_key_leaves_out() -> None:
     }  # fmt: skip
     assert set(other) == FORWARD_IGNORES
     for candidate in random.Random(2).sample(lattice(spec, H100, (4,), 2**14, {}).candidates, 50):
-        changed = candidate.plan.model_copy(update=other)
+        fused = {"adamw_torch": "adamw_torch_fused", "adamw_torch_fused": "adamw_torch"}
+        changed = candidate.plan.model_copy(update={**other, "optim": fused[candidate.plan.optim]})
         assert formula.forward_bytes(spec, changed) == formula.forward_bytes(spec, candidate.plan)
 
 
@@ -144,7 +148,7 @@ def reaches(spec: ModelSpec, length: int) -> bool:
 
 
 def test_ten_thousand_random_goals() -> None:
-    """The chosen plan is legal, fits by its own report, and no legal plan of the lattice is faster and fits.
+    """The first plan that fits is legal, fits by its own report, and no legal plan of the lattice is faster and fits.
 
     Each goal draws a model, a length, a number of GPUs and the memory they have. So that every plan of every goal can
     be priced by its own report, every n-th layer is left out here; the other tests have it.
@@ -190,7 +194,7 @@ def test_whole_recommendations_of_random_goals() -> None:
             best = answer.plans[0]
             assert best.report.fits
             assert best.report.headroom_bytes >= answer.headroom_bytes
-            faster = [point for point in answer.pareto if point.relative_time < chosen_time(answer) and point.fits]
+            faster = [p for p in answer.pareto if p.relative_time * (1 + AS_FAST) < chosen_time(answer) and p.fits]
             assert faster == []
         else:
             assert answer.nearest is not None
@@ -217,8 +221,14 @@ def test_brute_force_finds_no_faster_plan(seed: int) -> None:
     best = answer.plans[0]
     assert answer.searched == len(plans)
     assert best.report.device_peak_bytes <= room
-    fastest = min(timer.seconds(plan) / plan.tokens_per_step for plan in plans if fresh_peak(spec, plan) <= room)
-    assert timer.seconds(best.plan) / best.plan.tokens_per_step == pytest.approx(fastest, rel=1e-12)
+    times = [(timer.seconds(p) / p.tokens_per_step, num_levers(spec, p)) for p in plans if fresh_peak(spec, p) <= room]
+    as_fast = [(levers, seconds) for seconds, levers in times if seconds <= min(times)[0] * (1 + AS_FAST)]
+    levers, seconds = num_levers(spec, best.plan), timer.seconds(best.plan) / best.plan.tokens_per_step
+    assert (levers, seconds) == (min(as_fast)[0], pytest.approx(min(as_fast)[1], rel=1e-12))
+
+
+def num_levers(spec: ModelSpec, plan: TrainPlan) -> int:
+    return sum(not BY_ID[id].is_default for id in active_levers(spec, plan))
 
 
 def timed_for(spec: ModelSpec) -> Any:
