@@ -236,7 +236,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="a divisor of the key/value heads",
         requires=("context-parallel",),
         dimension="ring-heads",
-        not_searched="its time has not been measured; ask for it with --cp-head-chunks",
+        not_searched="its exchanges between GPUs have not been timed; ask for it with --cp-head-chunks",
         is_on=lambda _, plan: plan.cp_head_chunks > 1,
     ),
     Lever(
