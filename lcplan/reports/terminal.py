@@ -400,6 +400,8 @@ def plan_words(plan: dict[str, Any]) -> str:
     words += [name.replace("_", " ") for name in ("offload_activations", "offload_params") if plan[name]]
     if plan["activation_offloading"]:
         words.append("TRL's offload")
+    if plan["mlp_tile_size"] is not None:
+        words.append("MLP in tiles")
     if plan["loss"] == "full":
         words.append("full logits")
     return ", ".join(words)
