@@ -94,7 +94,10 @@ NEEDED = (
 FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+PROPAGATION = ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached")
+"""Runs an operator on fake tensors of the whole shape, to learn that of its result."""
 NEEDED_BY_SHARDING = (
+    PROPAGATION,
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
     (FSDP_PARAM, "alloc_storage"),
@@ -209,7 +212,18 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_storages(changed: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``changed`` with each tensor that FSDP2 empties or fills: it resizes storages, which no operator shows."""
+    """Call ``changed`` with each tensor that FSDP2 empties or fills: it resizes storages, which no operator shows.
+
+    What DTensor makes to learn a shape is nothing that a GPU holds, and runs apart.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    propagate = _find(*PROPAGATION)
+
+    def aside(propagator: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(propagator, schema)
+
     alloc, free = _find(FSDP_PARAM, "alloc_storage"), _find(FSDP_PARAM, "free_storage")
 
     def watched(resize: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -220,7 +234,7 @@ def watched_storages(changed: Callable[[Any], None]) -> Iterator[None]:
         return resize_and_tell
 
     names = ((FSDP_PARAM, "alloc_storage", watched(alloc)), (FSDP_PARAM, "free_storage", watched(free)))
-    with _replaced(names):
+    with _replaced((*names, (*PROPAGATION, aside))):
         yield
 
 
