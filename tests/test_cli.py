@@ -146,7 +146,8 @@ def test_recommend(lcplan) -> None:
     assert result.code == 0
     text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
-    assert command == f"lcplan estimate {' '.join(goal)} --cp-size 4 --mlp-tile-size 16384 --offload-activations"
+    kept = "--activation-checkpointing selective --offload-activations"
+    assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 {kept}"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
     answer = json.loads(lcplan("recommend", *goal, "--json").out)
     assert set(answer) >= {"schema_version", "goal", "plans", "searched", "binding"}

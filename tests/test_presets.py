@@ -17,7 +17,8 @@ data: {kind: python-docs}
 
 def test_all_presets_are_there_and_load():
     assert set(list_presets()) == {
-        "qwen3-8b-1m", "qwen3-8b-1m-faster", "qwen3-8b-4m", "qwen3-4b-1m-4gpu", "qwen3-4b-128k", "qwen3-4b-192k-offload", "smoke",
+        "qwen3-8b-1m", "qwen3-8b-1m-faster", "qwen3-8b-4m", "qwen3-4b-1m-4gpu", "qwen3-4b-128k",
+        "qwen3-4b-192k-offload", "smoke",
     }  # fmt: skip
     for name in list_presets():
         preset = load_preset(name)

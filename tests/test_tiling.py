@@ -260,7 +260,7 @@ from lcplan.tracing.seams import ring_attention_on_cpu
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 build = probe.sft_arguments
 probe.sft_arguments = lambda job: {**build(job), "use_cpu": False}
-probe.ARGUMENTS = argparse.Namespace(rank=0, capacity=None)
+probe.ARGUMENTS = argparse.Namespace(rank=0, capacity=None, whole_steps=1)
 found, reduce = {}, FSDPParamGroup.post_backward
 def look(self, *args):
     for one in self.fsdp_params:

@@ -100,7 +100,7 @@ def command(
     gpus = [load_gpu(id) for id in ids]
     prices = parse_prices(price or [], [found.id for found in gpus])
 
-    def goal_of(id: str) -> Goal:
+    def goal_of(id: str, fixed: dict[str, Any]) -> Goal:
         return Goal(
             max_length=None if longest else length,
             gpu=id,
@@ -113,8 +113,13 @@ def command(
             price_per_hour=prices.get(id),
         )
 
-    answers = [recommend(spec, goal_of(found.id), found, units=size_units) for found in gpus]
-    answer = _with_budget(compare_gpus(answers), parse_token_budget(token_budget))
+    def best(fixed: dict[str, Any]) -> Recommendation:
+        return compare_gpus([recommend(spec, goal_of(found.id, fixed), found, units=size_units) for found in gpus])
+
+    answer = best(fixed)
+    if emit is not None and answer.plans and answer.plans[0].plan.keeps_attention_on_host:
+        answer = best(fixed | {"activation_checkpointing": "full"})  # trl by itself cannot
+    answer = _with_budget(answer, parse_token_budget(token_budget))
     if json:
         print_json(answer)
     else:
