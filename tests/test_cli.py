@@ -151,7 +151,7 @@ def test_recommend(lcplan) -> None:
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
     answer = json.loads(lcplan("recommend", *goal, "--json").out)
     assert set(answer) >= {"schema_version", "goal", "plans", "searched", "binding"}
-    assert answer["plans"][0]["levers"][-2:] == ["context-parallel", "mlp-tiles"]
+    assert answer["plans"][0]["levers"][-2:] == ["offload-activations", "context-parallel"]
 
 
 def test_recommend_nothing_exits_1(lcplan) -> None:

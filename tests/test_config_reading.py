@@ -325,10 +325,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_the_commands(lcplan: Callable[..., Outcome], tmp_path: Path) -> None:
     goal = ["--max-length", "1048576", "--gpu", "h100-80gb", "--num-gpus", "8"]
-    untold = lcplan("recommend", "Qwen/Qwen3-8B", *goal, "--emit", str(tmp_path / "out"))
-    assert untold.code == 2
-    assert "keeps attention outputs on the GPU" in untold.err
-    goal += ["--activation-checkpointing", "full"]
+    kept = [*goal, "--cp-size", "8", "--activation-checkpointing", "selective", "--offload-activations"]
+    asked = lcplan("recommend", "Qwen/Qwen3-8B", *kept, "--emit", str(tmp_path / "out"))
+    assert asked.code == 2
+    assert "--emit: trl" in asked.err
     told = lcplan("recommend", "Qwen/Qwen3-8B", *goal, "--emit", str(tmp_path / "out"))
     assert told.code == 0
     assert "Wrote" in told.err

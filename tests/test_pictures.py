@@ -212,7 +212,7 @@ LABELS = {
     "timeline": ("MLP intermediates 18.0", "optimizer step", "h100-80gb: 79.10 GiB usable", "loss head 12.0", "36.0"),
     "length": ("+ context-parallel: up to 1,753,056 tokens", "max_length, tokens of one sequence (log scale)"),
     "waterfall": ("+ offload-activations", "55.16 GiB  fits", "h100-80gb: 79.10 GiB usable"),
-    "pareto": ("chosen: 8 GPUs: cp 4", "time a token, over the fastest plan"),
+    "pareto": ("chosen: 8 GPUs: cp 8", "time a token, over the fastest plan"),
     "accuracy": ("measured over predicted, difference from 1 in %", "measured peak allocated, GiB (log scale)"),
 }
 

@@ -117,7 +117,8 @@ def command(
         return compare_gpus([recommend(spec, goal_of(found.id, fixed), found, units=size_units) for found in gpus])
 
     answer = best(fixed)
-    if emit is not None and answer.plans and answer.plans[0].plan.keeps_attention_on_host:
+    open_to_us = emit is not None and "activation_checkpointing" not in fixed
+    if open_to_us and answer.plans and answer.plans[0].plan.keeps_attention_on_host:
         answer = best(fixed | {"activation_checkpointing": "full"})  # trl by itself cannot
     answer = _with_budget(answer, parse_token_budget(token_budget))
     if json:

@@ -459,7 +459,7 @@ def estimate_command(ranked: RankedPlan) -> str:
         f"--max-length {plan.max_length} --gpu {plan.gpu} --num-gpus {plan.num_gpus}",
     ]
     for name in FLAGS:
-        value = getattr(plan, name)
+        value = plan.running_tile if name == "mlp_tile_size" else getattr(plan, name)  # one tile is none
         default = STACK_DEFAULTS.get(name, type(plan).model_fields[name].default)
         filled = name == "dp_shard_size" or (name == "gpus_per_node" and plan.num_gpus == value)
         if value != default and not filled:
