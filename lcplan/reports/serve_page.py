@@ -55,12 +55,16 @@ CHOICES = (
     Choice(name="backend", label="backend", values=("", "single", "ddp", "fsdp2", "deepspeed")),
     Choice(name="zero_stage", label="ZeRO stage (deepspeed)", values=("", "1", "2", "3")),
     Choice(name="cp_comm_strategy", label="ring exchange", values=("", "allgather", "alltoall")),
+    Choice(name="cp_merge_dtype", label="ring sums in", values=("float32", "bfloat16")),
+    Choice(name="kernels", label="kernels", values=("none", "liger")),
     Choice(name="quantize", label="quantize (with LoRA)", values=("none", "nf4")),
 )
 NUMBERS = (
     Number(name="per_device_train_batch_size", label="sequences a rank"),
     Number(name="gradient_accumulation_steps", label="accumulation steps"),
     Number(name="checkpoint_every_n_layers", label="checkpoint every n layers"),
+    Number(name="cp_head_chunks", label="ring attention in parts of the heads"),
+    Number(name="mlp_tile_size", label="tokens of an MLP tile (empty: whole)"),
     Number(name="lora_r", label="LoRA rank (empty: full training)"),
 )
 SWITCHES = (
