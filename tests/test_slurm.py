@@ -279,6 +279,7 @@ def test_two_nodes_train_together_and_a_preempted_job_queues_again_and_resumes(
 
     # Slurm holds a job that queues again back for two minutes; asked more than once, it never starts
     poll("queue", lambda: "JobState=PENDING Reason=BeginTime" in state(), 60, state)
+    time.sleep(3)  # Slurm revokes credentials by the second: a job that starts in the second of its requeue is killed
     ask("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def outcome() -> str:

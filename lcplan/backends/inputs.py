@@ -69,12 +69,21 @@ def check_data(source: DataSource, plan: TrainPlan) -> None:
         raise DataError("data-too-short", message)
 
 
+def _existing(name: str) -> Path | None:
+    """The file or folder that a name is, if there is one; Hub ids and what no file system takes are none."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 def model_source(model: ModelSpec, *, init: Init, revision: str | None = None) -> ModelSource:
     """Where the weights come from; the folder of a model named by its path must hold some."""
     name = model.id
-    path = Path(name).expanduser()
-    folder = path.parent if path.is_file() else path
-    if init == "pretrained" and (folder / "config.json").is_file():
+    path = _existing(name)
+    folder = path.parent if path is not None and path.is_file() else path
+    if init == "pretrained" and folder is not None and (folder / "config.json").is_file():
         if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
             raise ModelError(
                 "weights-missing",
@@ -90,8 +99,9 @@ def tokenizer_source(
 ) -> TokenizerSource:
     """The one asked for; the pretrained model's own; for random weights a small one trained on the data."""
     if asked is not None:
-        folder = Path(asked).expanduser()
-        return TokenizerSource(kind="pretrained", id=str(folder.resolve()) if folder.is_dir() else asked)
+        folder = _existing(asked)
+        is_folder = folder is not None and folder.is_dir()
+        return TokenizerSource(kind="pretrained", id=str(Path(asked).expanduser().resolve()) if is_folder else asked)
     if model.init == "pretrained":
         return TokenizerSource(kind="pretrained", id=model.id, revision=model.revision)
     return TokenizerSource(kind="train-bpe", vocab_size=min(trained_size or TRAINED_VOCAB_SIZE, vocab_size))

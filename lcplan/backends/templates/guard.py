@@ -34,12 +34,16 @@ SILENT_LOADING_S = 900.0
 """The same while it loads: reading a large file may hold Python's lock."""
 DIES_WITHIN_S = 1.0
 """A process that was killed closes its connections this much before it is gone."""
+ENDS_WITHIN_S = 5.0
+"""What the thread does takes no longer, unless the group is lost."""
 COMES_OUT_S = 3.0
 """The main thread has so long to report a lost connection itself."""
 FIRST_STEP_S = 3600.0
 SHORTEST_HANG_S = 600.0
 HANG_FACTOR = 10.0
 """No step takes ten times as long as the slowest before it."""
+
+ORPHAN = "the launcher of this rank is gone, so that nobody would end the group."
 
 
 class Guard:
@@ -67,6 +71,7 @@ class Guard:
         self._slowest: float | None = None
         self._beats = 0
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     # --- what the main thread calls
 
@@ -74,7 +79,7 @@ class Guard:
         """Take the signals and start watching."""
         with suppress(ValueError):  # not the main thread, as in a test
             signal.signal(signal.SIGTERM, self._on_signal)
-        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+        self._thread.start()
 
     def join_group(self) -> None:
         """Meet the other ranks, once they have a process group."""
@@ -112,6 +117,8 @@ class Guard:
             with suppress(Exception):
                 self._say(self._store)
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(ENDS_WITHIN_S)  # a thread inside the store aborts a Python that ends
 
     def settle(self) -> None:
         """The run is over, however: a signal changes nothing any more."""
@@ -148,18 +155,24 @@ class Guard:
 
     def _problem(self) -> str | None:
         """What is wrong with the group, in one line; None while all is well."""
-        if self._launcher is not None and os.getppid() != self._launcher:
-            return "the launcher of this rank is gone, so that nobody would end the group."
+        if self._is_orphan():
+            return ORPHAN
         if self._store is None:
             return None
         try:
             self._say(self._store)
             self._listen(self._store)
-        except Exception as error:  # the store's server has ended with the host of rank 0
+        except Exception as error:  # the store's server has ended with the launcher, or with the host of rank 0
+            time.sleep(DIES_WITHIN_S)
+            if self._is_orphan():
+                return ORPHAN
             return f"rank {self.rank} lost its connection to the host of rank 0 ({type(error).__name__})."
         if gone := self.gone():
             return lost_peers(gone)
         return self._silence() or self._hang()
+
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def _keys(self) -> list[str]:
         return [f"guard/{rank}" for rank in range(self.world_size)]
