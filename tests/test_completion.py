@@ -90,9 +90,9 @@ def test_completing_imports_nothing_heavy() -> None:
 
 
 COMPLETE = {
-    "bash": "COMP_WORDS=(lcplan estimate --preset qwen3-4b-192); COMP_CWORD=3; _lcplan_completion lcplan; echo $COMPREPLY",
-    "fish": "complete -C 'lcplan estimate --preset qwen3-4b-192'",
-    "zsh": "words=(lcplan estimate --preset qwen3-4b-192); CURRENT=4; _lcplan_completion",
+    "bash": "COMP_WORDS=(lcplan estimate --preset qwen3-4b-19); COMP_CWORD=3; _lcplan_completion lcplan; echo $COMPREPLY",
+    "fish": "complete -C 'lcplan estimate --preset qwen3-4b-19'",
+    "zsh": "words=(lcplan estimate --preset qwen3-4b-19); CURRENT=4; _lcplan_completion",
 }
 """What a shell does at TAB, asked for without one."""
 BEFORE = {"zsh": "compdef() { : }; _arguments() { print -r -- $@ }\n"}
