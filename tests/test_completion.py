@@ -50,7 +50,7 @@ def test_every_shell_is_offered_ids(shell: str) -> None:
         ("lcplan ", ["estimate", "recommend", "run", "check", "list"]),
         ("lcplan estimate qwen3-8", ["qwen3-8B"]),
         ("lcplan recommend --gpu h", ["h100-80gb", "h200"]),
-        ("lcplan run --preset qwen3-4b-192", ["qwen3-4b-192k-offload"]),
+        ("lcplan run --preset smo", ["smoke"]),
         ("lcplan estimate --explain mlp.sa", ["mlp.saved"]),
         ("lcplan estimate --attn-implementation fl", ["flash_attention_2"]),
         ("lcplan check --method ", ["formula", "trace"]),
@@ -90,9 +90,9 @@ def test_completing_imports_nothing_heavy() -> None:
 
 
 COMPLETE = {
-    "bash": "COMP_WORDS=(lcplan estimate --preset qwen3-4b-19); COMP_CWORD=3; _lcplan_completion lcplan; echo $COMPREPLY",
-    "fish": "complete -C 'lcplan estimate --preset qwen3-4b-19'",
-    "zsh": "words=(lcplan estimate --preset qwen3-4b-19); CURRENT=4; _lcplan_completion",
+    "bash": "COMP_WORDS=(lcplan estimate --preset smo); COMP_CWORD=3; _lcplan_completion lcplan; echo $COMPREPLY",
+    "fish": "complete -C 'lcplan estimate --preset smo'",
+    "zsh": "words=(lcplan estimate --preset smo); CURRENT=4; _lcplan_completion",
 }
 """What a shell does at TAB, asked for without one."""
 BEFORE = {"zsh": "compdef() { : }; _arguments() { print -r -- $@ }\n"}
@@ -110,7 +110,7 @@ def test_the_script_completes_in_the_shell_itself(tmp_path: Path, shell: str) ->
     env = {**os.environ, "PYTHONPATH": ROOT, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     done = subprocess.run([shell, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    assert re.sub(r"[^a-z0-9-]", "", done.stdout) == "qwen3-4b-192k-offload"
+    assert re.sub(r"[^a-z0-9-]", "", done.stdout) == "smoke"
 
 
 @pytest.mark.parametrize(
