@@ -183,7 +183,7 @@ def _start(job: JobSpec, folder: Path, *, resume: bool = False, units: ByteUnits
     from lcplan.reports.live import live_job
 
     (folder / RESULT_FILE).unlink(missing_ok=True)
-    (folder / launch.STOP_FILE).unlink(missing_ok=True)
+    (folder / journal.STOP_FILE).unlink(missing_ok=True)
     environment = launch.job_environment(job.device, offline=not launch.needs_hub(job))
     with live_job(folder, units=units) as show:
         code = launch.launch(

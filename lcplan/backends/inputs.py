@@ -99,9 +99,9 @@ def tokenizer_source(
 ) -> TokenizerSource:
     """The one asked for; the pretrained model's own; for random weights a small one trained on the data."""
     if asked is not None:
-        folder = _existing(asked)
-        is_folder = folder is not None and folder.is_dir()
-        return TokenizerSource(kind="pretrained", id=str(Path(asked).expanduser().resolve()) if is_folder else asked)
+        path = _existing(asked)
+        name = str(path.resolve()) if path is not None and path.is_dir() else asked
+        return TokenizerSource(kind="pretrained", id=name)
     if model.init == "pretrained":
         return TokenizerSource(kind="pretrained", id=model.id, revision=model.revision)
     return TokenizerSource(kind="train-bpe", vocab_size=min(trained_size or TRAINED_VOCAB_SIZE, vocab_size))

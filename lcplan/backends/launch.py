@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from lcplan.backends.job import COMMAND, JobSpec, packages
+from lcplan.backends.templates.journal import STOP_FILE
 from lcplan.doctor import TRAIN_PACKAGES, extras_of
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.job_options import Device
@@ -26,8 +27,6 @@ from lcplan.units import ceil_div
 
 LAST_TRL_WITH_FULL_LOGITS = (1, 14)
 """trl/trainer/sft_config.py: from 1.15 on ``nll`` is the chunked head and none computes all logits."""
-STOP_FILE = "stop"
-"""As the job's own guard.py reads it."""
 GRACE_S = 20.0
 """A job that was told to end and has not after so long is killed."""
 STDERR = 2

@@ -32,7 +32,7 @@ from causes import (
 from checks import JobError
 from data import DataError
 from first_step import FirstStep
-from guard import DIES_WITHIN_S, STOP_FILE, Guard, any_rank
+from guard import DIES_WITHIN_S, Guard, any_rank
 from transformers import TrainerCallback
 
 
@@ -183,7 +183,7 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
     attempt.guard.stop()
     if attempt.rank == 0:
         journal.finish(folder)
-        (folder / STOP_FILE).unlink(missing_ok=True)
+        (folder / journal.STOP_FILE).unlink(missing_ok=True)
     if exit_code in (0, EXIT_STOPPED):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from first_step import first_layer
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
@@ -124,9 +125,7 @@ def watch_first_sequence(model: PreTrainedModel, batch_size: int, tokens: int, *
 
     Rows of examples may be shorter: not ``exact``. The list returned gets the shape that was seen.
     """
-    layers = set(model._no_split_modules or ())
-    # FSDP2 gives a layer a class of another name, derived from its own
-    first = next((m for m in model.modules() if any(base.__name__ in layers for base in type(m).__mro__)), None)
+    first = first_layer(model)
     if first is None:
         raise JobError(f"{type(model).__name__} names no decoder layer to watch.")
     found: list[int] = []

@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 from causes import EXIT_FAILED, Interrupted, lost_peers, rank_of_this_process
-from journal import process_state
+from journal import STOP_FILE, process_state
 
-STOP_FILE = "stop"
-"""Written into the job's folder: save a checkpoint at the end of this step, and stop."""
 BEAT_S = 2.0
 SILENT_S = 15.0
 """A rank that does not answer for so long while it trains is taken for dead; its host is then another, or frozen."""

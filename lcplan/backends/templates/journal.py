@@ -14,6 +14,8 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 RESULT_FILE = "result.json"
+STOP_FILE = "stop"
+"""Written into the job's folder: save a checkpoint at the end of this step, and stop."""
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
 """Held back on the disk, so that a job that fills it can still say so."""
