@@ -177,6 +177,22 @@ def test_a_trl_without_the_traced_loss_head_is_refused(monkeypatch: pytest.Monke
         traced(tiny_spec(), max_length=512)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("max_length", [1024, 3 * 8192, 5 * 8192 + 1024])
+def test_the_loss_heads_loops_hold_no_more_in_all_rounds_than_in_a_few(
+    dtype: str, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lcplan.tracing import seams
+    from lcplan.tracing.trace import trace
+
+    # five pieces of the vocabulary, as many and a part of the tokens; in float32 each piece is cast
+    spec = family_spec("qwen3", vocab_size=4 * 32768 + 512)
+    plan = plan_of(spec, max_length=max_length, dtype=dtype)
+    few = trace(spec, plan)
+    monkeypatch.setattr(seams, "MAY_BE_MISSING", seams.MAY_BE_MISSING[:1])
+    assert few.parts == trace(spec, plan).parts
+
+
 def test_what_was_replaced_is_put_back() -> None:
     import torch
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +42,8 @@ FLAGS_OF = {
     "output_dir": ("probe",),
 }
 """Flags that not every method takes."""
+DYNAMO_DISABLE = "TORCHDYNAMO_DISABLE"
+"""What torch reads when its compiler is first asked for."""
 
 
 @with_plan_flags
@@ -108,8 +113,9 @@ def command(
         check_new_file(html, force=force, flag="--html")
         need_matplotlib()
     traces = method == "trace"
-    job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
-    report = _report(method, job, asked, units=size_units)
+    with _quick_imports() if traces else nullcontext():
+        job = read_job(model, preset, config, given, trust_remote_code=trust_remote_code, any_architecture=traces)
+        report = _report(method, job, asked, units=size_units)
     if tokens := parse_token_budget(token_budget):
         report = with_token_budget(report, tokens)
     if compare_rules:
@@ -166,19 +172,31 @@ def _check_flags(method: str, asked: dict[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Without what costs a trace a third of its time and gives it nothing.
+
+    The libraries make millions of objects that live to the end, which Python's collector walks again and again. And
+    peft imports bitsandbytes where it is installed, which imports torch's compiler to decorate two functions.
+    """
+    before = os.environ.get(DYNAMO_DISABLE)
+    gc.disable()
+    os.environ[DYNAMO_DISABLE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(DYNAMO_DISABLE) if before is None else os.environ.update({DYNAMO_DISABLE: before})
+        gc.freeze()
+        gc.enable()
+
+
 def _report(method: str, job: Job, asked: dict[str, Any], *, units: ByteUnits) -> MemoryReport:
     from lcplan.estimation import estimate, estimate_by_trace
 
     if method == "formula":
         return estimate(job.spec, job.plan, job.gpu, assumptions=job.assumptions)
     if method == "trace":
-        # the libraries make millions of objects that live to the end: walking them costs a fifth of the whole time
-        gc.disable()
-        try:
-            return estimate_by_trace(job.spec, job.plan, job.gpu, assumptions=job.assumptions, **asked)
-        finally:
-            gc.freeze()
-            gc.enable()
+        return estimate_by_trace(job.spec, job.plan, job.gpu, assumptions=job.assumptions, **asked)
     from lcplan.cli.probe import probe_report
 
     return probe_report(job, units=units, **asked)

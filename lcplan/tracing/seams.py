@@ -64,17 +64,27 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
+def few_rounds(start: int, stop: int, step: int = 1) -> list[int]:
+    """``range`` for loops whose rounds all allocate the same: the first two and the last, which may be smaller.
+
+    In the second what the first made is still alive, as in every later one.
+    """
+    rounds = range(start, stop, step)
+    return [*rounds[:2], *rounds[2:][-1:]]
+
+
+LOSS_HEAD = "trl.kernels.chunked_logprob"
 KEPT_ATTENTION = "lcplan.backends.templates.kept_attention"
 GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
     # one kernel with a mask of bytes
     ("torch.nn.functional", "dropout", _dropout),
     # the loss head as it runs on a GPU: tiles in place, products accumulated in float32 without copies
-    ("trl.kernels.chunked_logprob", "_use_triton", lambda _device: True),
+    (LOSS_HEAD, "_use_triton", lambda _device: True),
     ("trl.trainer.utils", "_use_triton", lambda _device: True),
-    ("trl.kernels.chunked_logprob", "_forward_kernel", _NoKernel()),
-    ("trl.kernels.chunked_logprob", "_backward_kernel", _NoKernel()),
-    ("trl.kernels.chunked_logprob", "_addmm_fp32", lambda *_args: None),
+    (LOSS_HEAD, "_forward_kernel", _NoKernel()),
+    (LOSS_HEAD, "_backward_kernel", _NoKernel()),
+    (LOSS_HEAD, "_addmm_fp32", lambda *_args: None),
     # the CPU stands for the GPU, whose copies run in program order
     (KEPT_ATTENTION, "is_on_gpu", lambda _tensor: True),
     (KEPT_ATTENTION, "STREAMS", STREAMS),
@@ -112,8 +122,8 @@ NEEDED_BY_SHARDING = (
     (RING, "_templated_ring_attention"),
     (RING, "_templated_ring_attention_backward"),
 )
-MAY_BE_MISSING = (("trl.kernels.chunked_logprob", "triton"),)
-"""Imported by the module only where Triton is installed."""
+MAY_BE_MISSING = ((LOSS_HEAD, "triton", _Triton), (LOSS_HEAD, "range", few_rounds))
+"""Triton is imported by the module only where it is installed; range is the module's only once it is set."""
 
 
 def _find(module: str, name: str) -> Any:
@@ -188,10 +198,10 @@ def gpu_behaviour(*, sharded: bool = False, padded: bool = False) -> Iterator[No
         EnvironmentProblem: when an installed library no longer has one of the names.
     """
     check_stack(sharded=sharded)
-    triton = tuple((module, name, _Triton) for module, name in MAY_BE_MISSING if not _has(module, name))
+    missing = tuple(each for each in MAY_BE_MISSING if not _has(*each[:2]))
     # whether a row is padded is a value, which a fake mask does not have
     whole_rows = (*FAST_ALL, lambda _tensor: not padded)
-    with _replaced((*GPU_BEHAVIOUR, whole_rows, *triton)):
+    with _replaced((*GPU_BEHAVIOUR, whole_rows, *missing)):
         yield
 
 

@@ -159,7 +159,6 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
 def no_collection() -> Iterator[None]:
     """Without Python's collector, which would free what sits in reference cycles at moments that nothing fixes."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
