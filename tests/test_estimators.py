@@ -215,6 +215,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (runtime.cublas_workspace(), 67_108_864),
         (runtime.cuda_context(), 957_153_280),
         (runtime.nccl(), 2_156_789_760 - 957_153_280),
+        (runtime.nccl(ulysses=True), 24_038_473_728 - 21_153_972_224 - 957_153_280),
         (runtime.allocator_slack(peak_allocated_bytes=1001), 36),
     ],
 )  # fmt: skip

@@ -670,7 +670,7 @@ def on_top(plan: TrainPlan, peak_allocated_bytes: int) -> Alive:
         runtime.cuda_context.key: runtime.cuda_context(),
         runtime.allocator_slack.key: runtime.allocator_slack(peak_allocated_bytes=peak_allocated_bytes),
     }
-    return alive | {runtime.nccl.key: runtime.nccl()} if plan.num_gpus > 1 else alive
+    return alive | {runtime.nccl.key: runtime.nccl(ulysses=plan.sp_size > 1)} if plan.num_gpus > 1 else alive
 
 
 def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:

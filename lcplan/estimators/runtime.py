@@ -11,6 +11,8 @@ CUDA_CONTEXT_BYTES = 957_153_280
 """Largest device-used minus reserved over the measured rows (m014); they span 767 to 913 MiB."""
 NCCL_BYTES = 1_199_636_480
 """Device-used minus reserved of two ranks with NCCL (row m106: 2,156,789,760), less the CUDA context."""
+NCCL_BYTES_OF_ULYSSES = 1_927_348_224
+"""The same of row m345: 2,884,501,504."""
 ALLOCATOR_SLACK_PERMILLE = 36
 """Largest smallest-capacity-that-ran over peak allocated in measured/capacity.jsonl with expandable segments: 35.2."""
 
@@ -44,18 +46,21 @@ def cuda_context() -> int:
 
 
 @item("runtime.nccl", "runtime")
-def nccl() -> int:
+def nccl(*, ulysses: bool = False) -> int:
     """NCCL communicators and their buffers; outside PyTorch's allocator.
 
-    Formula: 1,199,636,480 bytes
+    Args:
+        ulysses: DeepSpeed's sequence parallelism, which has a group of its own for all-to-all
+
+    Formula: 1,199,636,480 bytes; 1,927,348,224 with Ulysses
     Live in: device (more than one GPU)
-    Rounding: one measurement
+    Rounding: first measurement; rows m346 and m347 have 13 and 50 MB more, far less than the allocator's slack
     Ignores: growth with the number of ranks and of communicators, which has not been measured beyond two ranks
-    Source: device_used_bytes - peak_reserved_bytes of rows m106 and m168 (two H200, NVLink, ring attention, 131,072 and
-        262,144 tokens: the same), less the context
+    Source: device_used_bytes - peak_reserved_bytes, less the context, on two H200 with NVLink: rows m107 and m168 (ring
+        attention, 131,072 and 262,144 tokens: the same), row m345 (Ulysses)
     Confidence: fitted
     """
-    return NCCL_BYTES
+    return NCCL_BYTES_OF_ULYSSES if ulysses else NCCL_BYTES
 
 
 @item("runtime.allocator_slack", "runtime")
