@@ -27,6 +27,7 @@ def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:
         ("loss", plan.loss == "full"),
         ("cp_head_chunks", plan.cp_head_chunks > 1),
         ("cp_merge_dtype", plan.cp_merge_dtype != "float32"),
+        ("offload_prefetch", plan.offload_prefetch),
     ):
         if problem:
             raise PlanError("emit-lever", f"--emit: trl has no key for --{name.replace('_', '-')}. Leave it out.")

@@ -162,6 +162,18 @@ LEVERS: tuple[Lever, ...] = (
         is_on=lambda _, plan: plan.offload_activations,
     ),
     Lever(
+        id="offload-prefetch",
+        summary="Moves offloaded layer inputs on a stream of their own, back a layer ahead.",
+        changes="offload_prefetch",
+        costs="one more layer input on the GPU; the copies, which are seconds of a step, run beside the layers",
+        needs="host memory, in blocks that waste nothing",
+        requires=("offload-activations",),
+        excludes=("selective-checkpointing", "zero"),
+        dimension="prefetch",
+        not_searched="it saves under 1% of a long step; ask for it with --offload-prefetch",
+        is_on=lambda _, plan: plan.offload_prefetch,
+    ),
+    Lever(
         id="activation-offloading",
         summary="TRL's own offload of the layer inputs, on a stream of its own.",
         changes="activation_offloading",

@@ -101,7 +101,7 @@ def look(
 def levers_of(plan: TrainPlan) -> dict[str, str]:
     """Keywords of transformers' checkpointing that the plan needs and not every release has, to their flags."""
     asked = {
-        "offload": ("--offload-activations", plan.offload_activations and not plan.keeps_attention_on_host),
+        "offload": ("--offload-activations", plan.offload_activations and not plan.offloads_by_itself),
         "every_n_layers": ("--checkpoint-every-n-layers", plan.checkpoint_every_n_layers > 1),
     }
     return {name: flag for name, (flag, is_set) in asked.items() if is_set}

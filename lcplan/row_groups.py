@@ -19,6 +19,7 @@ LEVER_NAMES: tuple[tuple[str, Callable[[TrainPlan], bool]], ...] = (
     ("replicated", lambda plan: plan.dp_replicate_size > 1 and plan.backend == "fsdp2"),
     ("deepspeed", lambda plan: plan.backend == "deepspeed"),
     ("offload-activations", lambda plan: plan.offload_activations),
+    ("offload-prefetch", lambda plan: plan.offload_prefetch),
     ("activation-offloading", lambda plan: plan.activation_offloading),
     ("offload-params", lambda plan: plan.offload_params),
     ("checkpointing-none", lambda plan: plan.activation_checkpointing == "none"),

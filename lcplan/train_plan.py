@@ -62,6 +62,8 @@ class TrainPlan(Record):
     checkpoint_every_n_layers: int = Field(default=1, gt=0)
     offload_activations: bool = False
     """Checkpointed layer inputs wait in pinned host memory."""
+    offload_prefetch: bool = False
+    """They travel on a side stream, and come back a layer ahead."""
     activation_offloading: bool = False
     """TRL's own offloading of saved tensors, on a side stream; offload_activations is transformers'."""
     offload_params: bool = False
@@ -120,8 +122,13 @@ class TrainPlan(Record):
 
     @property
     def keeps_attention_on_host(self) -> bool:
-        """The job's own kept_attention.py sends attention outputs and layer inputs to the host."""
+        """Attention outputs wait on the host as well as layer inputs."""
         return self.activation_checkpointing == "selective" and self.offload_activations
+
+    @property
+    def offloads_by_itself(self) -> bool:
+        """The job's own host_offload.py moves what layers keep, not transformers."""
+        return self.keeps_attention_on_host or self.offload_prefetch
 
     @property
     def length_multiple(self) -> int:
@@ -384,6 +391,12 @@ def _check_levers(spec: ModelSpec, plan: TrainPlan) -> None:
             "offload-without-checkpointing",
             "--offload-activations moves checkpointed layer inputs to the host, but --activation-checkpointing is "
             "none, so there are none. Use --activation-checkpointing full.",
+        )
+    if plan.offload_prefetch and not (plan.offload_activations and plan.activation_checkpointing == "full"):
+        raise PlanError(
+            "prefetch-without-offload",
+            "--offload-prefetch brings offloaded layer inputs back a layer ahead: it needs --offload-activations and "
+            "--activation-checkpointing full. With selective, attention's outputs travel on a side stream anyway.",
         )
     if plan.activation_offloading and plan.offload_activations:
         raise PlanError(

@@ -44,10 +44,11 @@ def dry_run(script: Any, tmp_path: Path, *arguments: str) -> tuple[list[dict[str
     return [line for line in found if line["kind"] == "prediction"], rendered
 
 
-def test_single_gpu_runs_plan_full_lora_and_qlora(tmp_path: Path) -> None:
+def test_single_gpu_runs_plan_full_offload_lora_and_qlora(tmp_path: Path) -> None:
     predictions, rendered = dry_run(single_gpu_runs, tmp_path)
-    assert [line["name"] for line in rendered] == ["full", "lora", "qlora"]
-    full, lora, qlora = (line["report"] for line in predictions)
+    assert [line["name"] for line in rendered] == ["full", "offload", "ahead", "lora", "qlora"]
+    full, offload, ahead, lora, qlora = (line["report"] for line in predictions)
+    assert ahead["step_time_s"] < offload["step_time_s"]
     assert full["peak_allocated_bytes"] > lora["peak_allocated_bytes"] > qlora["peak_allocated_bytes"]
     assert (lora["plan"]["lora_r"], qlora["plan"]["quantize"]) == (16, "nf4")
 

@@ -1,4 +1,4 @@
-"""Measured rows of attention kept on the host and of ring attention's two levers, by probe on one GPU.
+"""Measured rows of what the job offloads by itself and of ring attention's two levers, by probe on one GPU.
 
     python tools/probe_rows.py --output rows.jsonl [--only NAME] [--folder DIR]
 
@@ -23,6 +23,7 @@ from lcplan.rope import resolve_rope
 from lcplan.train_plan import resolve
 
 KEPT = {"activation_checkpointing": "selective", "offload_activations": True}
+AHEAD = {"offload_activations": True, "offload_prefetch": True}
 RING = {"num_gpus": 8, "cp_size": 8}
 LAYERS = 4
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -32,6 +33,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "kept-accumulated": ("Qwen/Qwen3-4B", 0, {"max_length": 65_536, "gradient_accumulation_steps": 2, **KEPT}),
     "kept-ring": ("Qwen/Qwen3-8B", 0, {"max_length": 524_288, **RING, **KEPT}),
     "kept-ring-last": ("Qwen/Qwen3-8B", 7, {"max_length": 262_144, **RING, **KEPT, "cp_comm_strategy": "alltoall"}),
+    "ahead-16k": ("Qwen/Qwen3-4B", 0, {"max_length": 16_384, **AHEAD}),
+    "ahead-odd": ("Qwen/Qwen3-4B", 0, {"max_length": 98_304, **AHEAD}),
+    "ahead-ring": ("Qwen/Qwen3-8B", 0, {"max_length": 524_288, **RING, **AHEAD}),
+    "ahead-ring-last": ("Qwen/Qwen3-8B", 7, {"max_length": 262_144, **RING, **AHEAD}),
     "ring": ("Qwen/Qwen3-0.6B", 0, {"max_length": 524_288, **RING}),
     "chunks-2": ("Qwen/Qwen3-0.6B", 0, {"max_length": 524_288, **RING, "cp_head_chunks": 2}),
     "chunks-2-rank-3": ("Qwen/Qwen3-0.6B", 3, {"max_length": 524_288, **RING, "cp_head_chunks": 2}),

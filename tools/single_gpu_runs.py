@@ -1,8 +1,8 @@
-"""Full fine-tuning, LoRA and QLoRA on one GPU through ``lcplan run``: predicted beside measured bytes of every phase.
+"""Full fine-tuning, two ways of offload, LoRA and QLoRA through ``lcplan run``: predicted beside measured bytes of phases.
 
     python -m tools.single_gpu_runs --output record.jsonl [--model Qwen/Qwen3-4B] [--max-length 32768]
 
-Needs one idle GPU, and takes about three minutes on one H200 (3 steps each, random weights).
+Needs one idle GPU, and takes about five minutes on one H200 (3 steps each, random weights).
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import sys
 
 from tools import runs
 
-KINDS = {"full": (), "lora": ("--lora-r", "16"), "qlora": ("--lora-r", "16", "--quantize", "nf4")}
+KINDS = {
+    "full": (),
+    "offload": ("--offload-activations",),
+    "ahead": ("--offload-activations", "--offload-prefetch"),
+    "lora": ("--lora-r", "16"),
+    "qlora": ("--lora-r", "16", "--quantize", "nf4"),
+}
 """Plan flags of each way to train."""
 
 

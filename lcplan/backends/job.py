@@ -30,7 +30,7 @@ COMMAND = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py
 """Starts the job from inside its folder."""
 SCRIPTS = (
     "train.py", "probe.py", "arguments.py", "model.py", "data.py", "rows.py", "tokenization.py", "checks.py",
-    "tiling.py", "kept_attention.py", "ring_attention.py", "measure.py", "attempt.py", "guard.py", "causes.py",
+    "tiling.py", "host_offload.py", "ring_attention.py", "measure.py", "attempt.py", "guard.py", "causes.py",
     "checkpoints.py", "first_step.py", "journal.py",
 )  # fmt: skip
 BITSANDBYTES_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")

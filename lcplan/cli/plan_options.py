@@ -84,6 +84,10 @@ def _plan_flags(
             "--offload-activations/--no-offload-activations",
         ),
     ] = None,
+    offload_prefetch: Annotated[
+        Flag,
+        _option("Offload on a side stream, and back a layer ahead.", "--offload-prefetch/--no-offload-prefetch"),
+    ] = None,
     activation_offloading: Annotated[
         Flag, _option("TRL's own activation offloading.", "--activation-offloading/--no-activation-offloading")
     ] = None,

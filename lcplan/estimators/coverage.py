@@ -158,6 +158,7 @@ def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--freeze-embeddings": plan.freeze_embeddings,
         "--freeze-head": plan.freeze_head,
         "--activation-offloading": plan.activation_offloading,
+        "--offload-prefetch": plan.offload_prefetch,
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
         "--padding": plan.padding,
         "layers that are not full attention": not spec.is_full_attention,

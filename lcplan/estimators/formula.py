@@ -380,7 +380,8 @@ class Step:
             kept = merge(kept, self._inputs(count - checkpointed))
         on_gpu, offloads = checkpointed, self.plan.offload_activations or self.plan.activation_offloading
         if self.plan.offload_activations:
-            on_gpu = 0
+            ahead = self.plan.offload_prefetch and running and any(kind.recomputed for kind in self.kinds[below:])
+            on_gpu = int(ahead and any(kind.recomputed for kind in kinds[:below]))
         elif self.plan.activation_offloading:
             on_gpu = 1 if running else min(checkpointed, stashed)
         # a frozen embedding's output is a leaf of the graph, which stays for its own gradient: else the first layer's
@@ -681,18 +682,18 @@ def host_items(spec: ModelSpec, plan: TrainPlan) -> Alive:
     offloads = plan.offload_activations or plan.activation_offloading
     alive = {
         host.pinned_layer_inputs.key: host.pinned_layer_inputs(
-            num_layers=checkpointed if offloads and not plan.keeps_attention_on_host else 0,
+            num_layers=checkpointed if offloads and not plan.offloads_by_itself else 0,
             tokens=plan.tokens_per_rank,
             hidden_size=spec.hidden_size,
             dtype_bytes=size,
         )
     }
-    if plan.keeps_attention_on_host:
+    if plan.offloads_by_itself:
         alive[host.pinned_kept_layers.key] = host.pinned_kept_layers(
             num_layers=checkpointed,
             tokens=plan.tokens_per_rank,
             hidden_size=spec.hidden_size,
-            heads=spec.num_attention_heads,
+            heads=spec.num_attention_heads if plan.keeps_attention_on_host else 0,
             head_dim=spec.head_dim,
             dtype_bytes=size,
         )

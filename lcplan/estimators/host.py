@@ -10,7 +10,7 @@ from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 from lcplan.units import ceil_div, pow2_ceil
 
 LAST_BLOCK = 1 << 21
-"""LAST_BLOCK of backends/templates/kept_attention.py."""
+"""LAST_BLOCK of backends/templates/host_offload.py."""
 
 
 @item("host.pinned_layer_inputs", "activation")
@@ -31,15 +31,15 @@ def pinned_layer_inputs(*, num_layers: int, tokens: int, hidden_size: int, dtype
 def pinned_kept_layers(
     *, num_layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, dtype_bytes: int
 ) -> int:
-    """Pinned blocks that hold layer inputs, attention outputs and their logsumexp, where attention is not recomputed.
+    """Pinned blocks that hold what the job itself offloads: layer inputs, and attention outputs with their logsumexp.
 
-    Each tensor is cut into blocks of a power of two, so that only what is left below 2 MiB is rounded up.
+    ``heads`` is 0 where attention is recomputed. Each tensor is cut into blocks of a power of two, so that only what is left below 2 MiB is rounded up.
 
     Formula: ``n * (up(b*H*T) + up(2*h*d*T) + up(4*h*T))``; up(x) = ``x - x % 2 MiB + pow2ceil(x % 2 MiB)``
     Live in: forward, loss, backward; the pinned cache keeps them between steps
     Rounding: the pinned allocator rounds every block up to a power of two
     Ignores: batches on their way to the GPU, some MB
-    Source: backends/templates/kept_attention.py; torch CachingHostAllocator
+    Source: backends/templates/host_offload.py; torch CachingHostAllocator
     Confidence: modelled
     """
     sizes = (dtype_bytes * hidden_size * tokens, BF16_BYTES * heads * head_dim * tokens, FP32_BYTES * heads * tokens)

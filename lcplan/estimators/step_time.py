@@ -379,14 +379,17 @@ class StepTimer:
         """Copies to and from the host on the compute stream, and of those beside it what is longer than ``compute``.
 
         TRL's own offload has a stream of its own. Where attention is kept on the host, the layer inputs come back on
-        the compute stream; the rest goes beside it.
+        the compute stream; the rest goes beside it. With prefetch the last layer's input alone comes back on it.
         """
         num_bytes = 0.0
         if plan.offload_activations:
             layers = ceil_div(self.spec.num_hidden_layers, plan.checkpoint_every_n_layers)
             size = weights.FP32_BYTES if _is_wide(plan) else weights.BF16_BYTES
             inputs = layers * plan.tokens_per_rank * self.spec.hidden_size * size
-            if plan.keeps_attention_on_host:
+            if plan.offload_prefetch:
+                beside = inputs * (2 - 1 / layers)
+                num_bytes += inputs / layers + max(beside - compute * self.rates.host_copy_bytes, 0.0)
+            elif plan.keeps_attention_on_host:
                 outputs = weights.BF16_BYTES * self.query + weights.FP32_BYTES * self.spec.num_attention_heads
                 beside = inputs + 2 * layers * plan.tokens_per_rank * outputs
                 num_bytes += inputs + max(beside - compute * self.rates.host_copy_bytes, 0.0)

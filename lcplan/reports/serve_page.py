@@ -69,6 +69,7 @@ NUMBERS = (
 )
 SWITCHES = (
     Switch(name="offload_activations", label="offload activations"),
+    Switch(name="offload_prefetch", label="offload a layer ahead"),
     Switch(name="activation_offloading", label="TRL's activation offloading"),
     Switch(name="offload_params", label="offload parameters"),
     Switch(name="offload_optimizer", label="offload optimizer (deepspeed)"),

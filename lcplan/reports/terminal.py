@@ -443,7 +443,7 @@ FLAGS = (
     "gradient_accumulation_steps", "gpus_per_node", "lora_r", "lora_target_modules", "dtype", "quantize",
     "mlp_tile_size", "kernels", "attn_implementation",
 )  # fmt: skip
-SWITCHES = ("offload_activations", "activation_offloading", "offload_params", "packing")
+SWITCHES = ("offload_activations", "offload_prefetch", "activation_offloading", "offload_params", "packing")
 STACK_DEFAULTS = {
     "activation_checkpointing": "full", "loss": "chunked", "optim": "adamw_torch_fused", "dtype": "bfloat16",
     "attn_implementation": "sdpa",

@@ -134,15 +134,15 @@ def _checkpoint(model: Any, plan: TrainPlan) -> None:
         model.activation_checkpointing_enable(
             {"use_reentrant": False},
             every_n_layers=plan.checkpoint_every_n_layers,
-            offload=plan.offload_activations and not plan.keeps_attention_on_host,
+            offload=plan.offload_activations and not plan.offloads_by_itself,
         )
     except ValueError as error:  # a model without it
         reason = str(error).rstrip(".")
         raise PlanError("not-traced", f"{reason}. Use --activation-checkpointing none.") from error
-    if plan.keeps_attention_on_host:
-        from lcplan.backends.templates import kept_attention
+    if plan.offloads_by_itself:
+        from lcplan.backends.templates import host_offload
 
-        kept_attention.install(model)
+        host_offload.install(model, keep_attention=plan.keeps_attention_on_host)
 
 
 def decoder_layers(model: Any) -> list[Any]:

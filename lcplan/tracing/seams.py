@@ -74,7 +74,7 @@ def few_rounds(start: int, stop: int, step: int = 1) -> list[int]:
 
 
 LOSS_HEAD = "trl.kernels.chunked_logprob"
-KEPT_ATTENTION = "lcplan.backends.templates.kept_attention"
+HOST_OFFLOAD = "lcplan.backends.templates.host_offload"
 GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     ("transformers.masking_utils", "is_tracing", lambda _tensor=None: False),
     # one kernel with a mask of bytes
@@ -86,8 +86,8 @@ GPU_BEHAVIOUR: tuple[tuple[str, str, Any], ...] = (
     (LOSS_HEAD, "_backward_kernel", _NoKernel()),
     (LOSS_HEAD, "_addmm_fp32", lambda *_args: None),
     # the CPU stands for the GPU, whose copies run in program order
-    (KEPT_ATTENTION, "is_on_gpu", lambda _tensor: True),
-    (KEPT_ATTENTION, "STREAMS", STREAMS),
+    (HOST_OFFLOAD, "is_on_gpu", lambda _tensor: True),
+    (HOST_OFFLOAD, "STREAMS", STREAMS),
 )
 """Module, name, and what it becomes while tracing."""
 FAST_ALL = ("transformers.masking_utils", "fast_all")

@@ -89,7 +89,7 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
     if plan["activation_checkpointing"] == "none":
         return None
     asked: dict[str, Any] = {}
-    if plan["offload_activations"] and not keeps_attention_on_host(plan):
+    if plan["offload_activations"] and not offloads_by_itself(plan):
         asked["offload"] = True
     if plan["checkpoint_every_n_layers"] > 1:
         asked["every_n_layers"] = plan["checkpoint_every_n_layers"]
@@ -110,8 +110,13 @@ def checkpointing_kwargs(plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def keeps_attention_on_host(plan: dict[str, Any]) -> bool:
-    """Layer inputs and attention outputs both wait on the host: kept_attention.py does it, not transformers and TRL."""
-    return plan["activation_checkpointing"] == "selective" and plan["offload_activations"]
+    """Layer inputs and attention outputs both wait on the host."""
+    return bool(plan["activation_checkpointing"] == "selective" and plan["offload_activations"])
+
+
+def offloads_by_itself(plan: dict[str, Any]) -> bool:
+    """The job's host_offload.py moves what layers keep, not transformers and TRL."""
+    return bool(keeps_attention_on_host(plan) or plan["offload_prefetch"])
 
 
 def rows_per_step(plan: dict[str, Any]) -> int:

@@ -37,6 +37,7 @@ import torch
 from accelerate import PartialState
 from arguments import (
     keeps_attention_on_host,
+    offloads_by_itself,
     length_multiple,
     ranks_per_sequence,
     row_length,
@@ -48,7 +49,7 @@ from arguments import (
 from checks import JobError, ShardCheck, check_layout, watch_first_sequence
 from data import describe
 from datasets import Dataset
-from kept_attention import KeepAttention
+from host_offload import HostOffload
 from model import build_model, load_config, lora_config
 from rows import RowShape, load_rows, make_rows
 from tokenization import load_tokenizer, make_tokenizer
@@ -119,8 +120,8 @@ def make_trainer(
     plan = job["plan"]
     if plan["cp_size"] > 1:
         ring_attention.install(head_chunks=plan["cp_head_chunks"], merge_dtype=plan["cp_merge_dtype"])
-    if keeps_attention_on_host(plan):
-        callbacks = [*callbacks, KeepAttention()]
+    if offloads_by_itself(plan):
+        callbacks = [*callbacks, HostOffload(keep_attention=keeps_attention_on_host(plan))]
     trainer = SFTTrainer(
         model=model,
         args=args,

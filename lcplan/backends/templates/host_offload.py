@@ -1,16 +1,20 @@
-"""Checkpointed layers that recompute all but attention, with what they keep on the host.
+"""What checkpointed layers keep in host memory, where transformers and TRL do not do it: two ways, on a stream beside.
 
-TRL's selective checkpointing keeps attention's output and logsumexp on the GPU, and transformers' ``offload`` moves the
-layer inputs alone; neither does both (trl #7194, transformers #48444). Here a layer keeps three things between its
-forward and its backward, all in pinned host memory: its input, and attention's output and logsumexp. Its recomputation
-gets the latter back instead of running attention, whose backward needs no more of the forward than these two.
+Layer inputs alone, which come back a layer ahead: transformers' ``offload`` copies them on the compute stream, which
+waits for every copy, and TRL's offloading, which has a stream, does not go with FSDP2.
+
+Or inputs and attention: TRL's selective checkpointing keeps attention's output and logsumexp on the GPU, and
+transformers' ``offload`` moves the layer inputs alone; neither does both (trl #7194, transformers #48444). Here a layer
+keeps three things between its forward and its backward, all in pinned host memory: its input, and attention's output and
+logsumexp. Its recomputation gets the latter back instead of running attention, whose backward needs no more of the forward
+than these two.
 
 Under context parallelism the operator seen here is the whole ring: its arguments are DTensors, its results the merged
 ones, so one output a layer is kept and not one a ring step.
 
-Copies to the host run on a stream of their own beside the rest of the layer's forward. An output comes back while the
-layer's norm and projections are recomputed, which takes longer than the copy: nothing is fetched a layer ahead, which
-would have to lie on the GPU at the peak.
+Copies to the host run on a stream of their own beside the rest of the layer's forward. Attention's output comes back
+while the layer's norm and projections are recomputed, which takes longer than the copy: it is not fetched a layer ahead,
+where it would lie on the GPU at the peak.
 
 Private names, looked for when used: ``_gradient_checkpointing_func`` (transformers' layers) and aten's attention
 operators. Tested with torch 2.13, measured with 2.11; transformers 5.24, trl 1.16.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,27 +58,31 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda)
 
 
-class KeepAttention(TrainerCallback):
+class HostOffload(TrainerCallback):
     """Installs it once the trainer has enabled checkpointing."""
+
+    def __init__(self, *, keep_attention: bool) -> None:
+        self.keep_attention = keep_attention
 
     def on_train_begin(self, *_args: Any, model: torch.nn.Module, **_kwargs: Any) -> None:
         """Called by the trainer."""
-        install(model)
+        install(model, keep_attention=self.keep_attention)
 
 
-def install(model: torch.nn.Module) -> None:
-    """Let every layer for which checkpointing is enabled keep its input and attention's results on the host.
+def install(model: torch.nn.Module, *, keep_attention: bool) -> None:
+    """Let every layer for which checkpointing is enabled keep its input on the host, and attention's results or not.
 
     Raises:
         RuntimeError: when there is no such layer.
     """
-    store = HostStore()
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing]
     if not layers:
-        raise RuntimeError(f"no layer of {type(model).__name__} is checkpointed, so none can keep attention.")
+        raise RuntimeError(f"no layer of {type(model).__name__} is checkpointed, so none can offload its input.")
+    run = checkpoint_with_attention if keep_attention else checkpoint_ahead
+    store = HostStore()
     for layer in layers:
-        layer._gradient_checkpointing_func = store.checkpoint
+        layer._gradient_checkpointing_func = partial(run, store)
 
 
 def block_bytes(num_bytes: int) -> Iterator[int]:
@@ -108,27 +117,17 @@ class HostStore:
         self._side: Any = None
         self._leaving: list[torch.Tensor] = []
         """What the side stream still reads."""
+        self._queued: list[OnHost] = []
+        self._ahead: torch.Tensor | None = None
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a layer as torch's non-reentrant checkpoint does; its tensor arguments wait on the host."""
+    def settle(self) -> None:
+        """Wait until no copy runs.
+
+        Pinned memory is free again once the copies that used it are done: those of the backward before, of another micro
+        batch. Without this wait at every layer's forward more would be pinned.
+        """
         if self._side is not None:
-            # Pinned memory is free again once the copies that used it are done: those of the backward before, of
-            # another micro batch. Without this wait more would be pinned.
             self._side.synchronize()
-        kept = KeptResults(self)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (Keeping(kept), Returning(kept)))
-
-    def _pack(self, tensor: torch.Tensor) -> OnHost | torch.Tensor:
-        return self.send(tensor) if tensor.numel() > SMALL else tensor
-
-    def _unpack(self, packed: OnHost | torch.Tensor) -> torch.Tensor:
-        """On the compute stream: the layer's first operation needs its input."""
-        if not isinstance(packed, OnHost):
-            return packed
-        elements = self._room(packed)
-        self._fill(elements, packed)
-        return packed.shaped(elements)
 
     def send(self, tensor: torch.Tensor) -> OnHost:
         """Start to copy to the host. The tensor's memory must not be used again before ``sent``, which keeps it."""
@@ -150,6 +149,12 @@ class HostStore:
             STREAMS.current_stream().wait_stream(self._side)
             self._leaving.clear()
 
+    def bring(self, held: OnHost) -> torch.Tensor:
+        """Copy back from the host, on the compute stream."""
+        elements = self._room(held)
+        self._fill(elements, held)
+        return held.shaped(elements)
+
     def fetch(self, held: OnHost) -> torch.Tensor:
         """Start to copy back from the host; the compute stream must wait for ``arrived``."""
         elements = self._room(held)
@@ -161,6 +166,29 @@ class HostStore:
         """The compute stream waits for what was fetched."""
         if self._side is not None:
             STREAMS.current_stream().wait_stream(self._side)
+
+    def queue(self, tensor: torch.Tensor) -> OnHost:
+        """Start to copy to the host what ``next`` will ask for in reverse order."""
+        held = self.send(tensor)
+        self._queued.append(held)
+        return held
+
+    def next(self, held: OnHost) -> torch.Tensor:
+        """What was queued last, which mostly is here by now; the one before it starts to come.
+
+        Raises:
+            RuntimeError: when another was queued last.
+        """
+        if self._queued.pop() is not held:
+            raise RuntimeError("a layer's backward runs out of turn, so the input that came ahead is another layer's.")
+        found, self._ahead = self._ahead, None
+        if found is None:
+            found = self.bring(held)
+        else:
+            self.arrived()
+        if self._queued:
+            self._ahead = self.fetch(self._queued[-1])
+        return found
 
     def _room(self, held: OnHost) -> torch.Tensor:
         count = sum(block.numel() for block in held.blocks)
@@ -181,6 +209,38 @@ class HostStore:
         self._side.wait_stream(STREAMS.current_stream())
         with STREAMS.stream(self._side):
             yield
+
+
+def checkpoint_with_attention(store: HostStore, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer as torch's non-reentrant checkpoint does; its input waits on the host, and attention's results."""
+    store.settle()
+    kept = KeptResults(store)
+
+    def pack(tensor: torch.Tensor) -> OnHost | torch.Tensor:
+        return store.send(tensor) if tensor.numel() > SMALL else tensor
+
+    def unpack(packed: OnHost | torch.Tensor) -> torch.Tensor:
+        # on the compute stream: the layer's first operation needs its input
+        return store.bring(packed) if isinstance(packed, OnHost) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (Keeping(kept), Returning(kept)))
+
+
+def checkpoint_ahead(store: HostStore, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer as torch's non-reentrant checkpoint does; its input waits on the host and comes back a layer ahead."""
+    store.settle()
+
+    def pack(tensor: torch.Tensor) -> OnHost | torch.Tensor:
+        return store.queue(tensor) if tensor.numel() > SMALL else tensor
+
+    def unpack(packed: OnHost | torch.Tensor) -> torch.Tensor:
+        return store.next(packed) if isinstance(packed, OnHost) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        outputs = checkpoint(function, *args, use_reentrant=False)
+    store.sent()
+    return outputs
 
 
 class Piece(NamedTuple):
