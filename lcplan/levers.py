@@ -365,7 +365,7 @@ LEVERS: tuple[Lever, ...] = (
         changes="kernels",
         costs="no time: less memory traffic",
         needs="liger-kernel, a CUDA GPU",
-        excludes=("activation-offloading", "selective-checkpointing", "lora"),
+        excludes=("activation-offloading", "lora"),
         dimension="kernels",
         not_searched="it needs another package; ask for it with --kernels liger",
         is_on=lambda _, plan: plan.kernels == "liger",

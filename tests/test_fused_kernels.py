@@ -25,6 +25,7 @@ from tests.conftest import plan_of, tiny_spec
 
 ring = {"num_gpus": 4, "cp_size": 4}
 sharded = {"num_gpus": 4, "dp_shard_size": 4}
+kept = {"activation_checkpointing": "selective", "offload_activations": True}
 MULTIPROCESSORS = 132
 CASES: tuple[dict[str, Any], ...] = (
     {"max_length": 65_536},
@@ -35,6 +36,15 @@ CASES: tuple[dict[str, Any], ...] = (
     {"max_length": 65_536, "offload_activations": True, **sharded},
     {"max_length": 262_144, **ring},
     {"max_length": 262_144, "offload_activations": True, "mlp_tile_size": 40_000, **ring},
+    {"max_length": 65_536, "activation_checkpointing": "selective"},
+    {"max_length": 65_536, "activation_checkpointing": "selective", "mlp_tile_size": 5000, **sharded},
+    {"max_length": 262_144, "activation_checkpointing": "selective", **ring},
+    {"max_length": 65_536, **kept},
+    {"max_length": 2048, **kept},
+    {"max_length": 65_536, "gradient_accumulation_steps": 2, "mlp_tile_size": 5000, **kept},
+    {"max_length": 262_144, **kept, **ring},
+    {"max_length": 262_144, "mlp_tile_size": 40_000, **kept, **ring},
+    {"max_length": 262_144, "cp_head_chunks": 8, "mlp_tile_size": 5000, **kept, **ring},
 )
 
 
@@ -143,7 +153,6 @@ def test_fused_kernels_take_less_time() -> None:
     [
         ({"lora_r": 8}, "--lora-r 8"),
         ({"dtype": "float32"}, "--dtype float32"),
-        ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),
         ({"activation_offloading": True}, "--activation-offloading"),
         ({"padding": True}, "a materialised attention mask"),
         ({"per_device_eval_batch_size": 1}, "--per-device-eval-batch-size 1"),

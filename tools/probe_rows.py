@@ -1,9 +1,10 @@
-"""Measured rows of what the job offloads by itself and of ring attention's two levers, by probe on one GPU.
+"""Measured rows of what the job offloads by itself, Liger beside, and of ring attention's two levers, by probe.
 
     python tools/probe_rows.py --output rows.jsonl [--only NAME] [--folder DIR]
 
 One line for each plan, before the next begins: what the formulas predict, what was measured, the error, and the row as
-``lcplan check --add`` takes it. Random weights, few layers. About a minute each on an H200, 40 GiB of host memory.
+``lcplan check --add`` takes it. Random weights, few layers. About a minute each on an H200, 40 GiB of host memory;
+those named fused need the liger extra.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from lcplan.train_plan import resolve
 KEPT = {"activation_checkpointing": "selective", "offload_activations": True}
 AHEAD = {"offload_activations": True, "offload_prefetch": True}
 RING = {"num_gpus": 8, "cp_size": 8}
+FUSED = {"kernels": "liger"}
 LAYERS = 4
+FEWER_LAYERS = {"kept-fused-ring": 2}
+"""Of cases whose steps are long."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "kept-16k": ("Qwen/Qwen3-4B", 0, {"max_length": 16_384, **KEPT}),
     "kept-odd": ("Qwen/Qwen3-4B", 0, {"max_length": 98_304, **KEPT}),
@@ -46,6 +50,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16-chunks-2": (
         "Qwen/Qwen3-0.6B", 1, {"max_length": 524_288, **RING, "cp_merge_dtype": "bfloat16", "cp_head_chunks": 2},
     ),
+    "kept-fused-16k": ("Qwen/Qwen3-4B", 0, {"max_length": 16_384, **KEPT, **FUSED}),
+    "kept-fused-long": ("Qwen/Qwen3-8B", 0, {"max_length": 262_144, **KEPT, **FUSED}),
+    "kept-fused-ring": ("Qwen/Qwen3-8B", 0, {"max_length": 1 << 20, **RING, **KEPT, **FUSED}),
+    "kept-fused-tiles": ("Qwen/Qwen3-8B", 0, {"max_length": 196_608, **KEPT, **FUSED, "mlp_tile_size": 16_384}),
+    "selective-fused": (
+        "Qwen/Qwen3-8B", 0, {"max_length": 131_072, "activation_checkpointing": "selective", **FUSED},
+    ),
 }  # fmt: skip
 """Name: model, rank, plan."""
 
@@ -60,7 +71,7 @@ def main() -> int:
     failed = 0
     for name in args.only or CASES:
         model, rank, given = CASES[name]
-        spec = with_layers(load_model(model), LAYERS)
+        spec = with_layers(load_model(model), FEWER_LAYERS.get(name, LAYERS))
         plan, _ = resolve(spec, {"gpu": "h200", **given}, usual_gpus_per_node=8)
         predicted = {
             "peak_allocated_bytes": max(formula.instants(spec, plan, rank=ring_rank(rank, plan)).totals().values()),

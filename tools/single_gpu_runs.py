@@ -1,4 +1,4 @@
-"""Full fine-tuning, two ways of offload, LoRA and QLoRA through ``lcplan run``: predicted beside measured bytes of phases.
+"""Full fine-tuning, two ways of offload, LoRA and QLoRA through ``lcplan run``: predicted beside measured bytes.
 
     python -m tools.single_gpu_runs --output record.jsonl [--model Qwen/Qwen3-4B] [--max-length 32768]
 

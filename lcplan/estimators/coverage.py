@@ -132,7 +132,6 @@ def _not_fused(spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool) -
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
         "a materialised attention mask (padding, or a sliding window)": masked,
         "--activation-offloading": plan.activation_offloading,
-        f"--activation-checkpointing {plan.activation_checkpointing}": plan.activation_checkpointing == "selective",
         f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
 

@@ -33,7 +33,8 @@ def pinned_kept_layers(
 ) -> int:
     """Pinned blocks that hold what the job itself offloads: layer inputs, and attention outputs with their logsumexp.
 
-    ``heads`` is 0 where attention is recomputed. Each tensor is cut into blocks of a power of two, so that only what is left below 2 MiB is rounded up.
+    ``heads`` is 0 where attention is recomputed. Each tensor is cut into blocks of a power of two, so that only what is
+    left below 2 MiB is rounded up.
 
     Formula: ``n * (up(b*H*T) + up(2*h*d*T) + up(4*h*T))``; up(x) = ``x - x % 2 MiB + pow2ceil(x % 2 MiB)``
     Live in: forward, loss, backward; the pinned cache keeps them between steps

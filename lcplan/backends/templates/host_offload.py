@@ -5,16 +5,16 @@ waits for every copy, and TRL's offloading, which has a stream, does not go with
 
 Or inputs and attention: TRL's selective checkpointing keeps attention's output and logsumexp on the GPU, and
 transformers' ``offload`` moves the layer inputs alone; neither does both (trl #7194, transformers #48444). Here a layer
-keeps three things between its forward and its backward, all in pinned host memory: its input, and attention's output and
-logsumexp. Its recomputation gets the latter back instead of running attention, whose backward needs no more of the forward
-than these two.
+keeps three things between its forward and its backward, all in pinned host memory: its input, and attention's output
+and logsumexp. Its recomputation gets the latter back instead of running attention, whose backward needs no more of the
+forward than these two.
 
 Under context parallelism the operator seen here is the whole ring: its arguments are DTensors, its results the merged
 ones, so one output a layer is kept and not one a ring step.
 
 Copies to the host run on a stream of their own beside the rest of the layer's forward. Attention's output comes back
-while the layer's norm and projections are recomputed, which takes longer than the copy: it is not fetched a layer ahead,
-where it would lie on the GPU at the peak.
+while the layer's norm and projections are recomputed, which takes longer than the copy: it is not fetched a layer
+ahead, where it would lie on the GPU at the peak.
 
 Private names, looked for when used: ``_gradient_checkpointing_func`` (transformers' layers) and aten's attention
 operators. Tested with torch 2.13, measured with 2.11; transformers 5.24, trl 1.16.
@@ -123,8 +123,8 @@ class HostStore:
     def settle(self) -> None:
         """Wait until no copy runs.
 
-        Pinned memory is free again once the copies that used it are done: those of the backward before, of another micro
-        batch. Without this wait at every layer's forward more would be pinned.
+        Pinned memory is free again once the copies that used it are done: those of the backward before, of another
+        micro batch. Without this wait at every layer's forward more would be pinned.
         """
         if self._side is not None:
             self._side.synchronize()
@@ -228,7 +228,7 @@ def checkpoint_with_attention(store: HostStore, function: Callable[..., Any], *a
 
 
 def checkpoint_ahead(store: HostStore, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer as torch's non-reentrant checkpoint does; its input waits on the host and comes back a layer ahead."""
+    """Run a layer as torch's non-reentrant checkpoint does; its input waits on the host, to come back a layer ahead."""
     store.settle()
 
     def pack(tensor: torch.Tensor) -> OnHost | torch.Tensor:

@@ -37,8 +37,8 @@ import torch
 from accelerate import PartialState
 from arguments import (
     keeps_attention_on_host,
-    offloads_by_itself,
     length_multiple,
+    offloads_by_itself,
     ranks_per_sequence,
     row_length,
     rows_held_out,
