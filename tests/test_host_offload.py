@@ -15,13 +15,17 @@ pytestmark = pytest.mark.train
 
 LAYERS = 3
 TRAIN = """
-import contextlib, copy, json, os
+import contextlib, copy, json, os, sys
 import torch, transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from lcplan.backends.templates import host_offload
 
 LAYERS, TOKENS, VOCAB = 3, int(os.environ.get("TOKENS", "96")), 200
 DEVICE = os.environ.get("DEVICE", "cpu")
+KERNELS = os.environ.get("KERNELS", "none")
+if KERNELS == "liger":
+    sys.path.insert(0, os.path.dirname(host_offload.__file__))
+    from model import fuse_kernels
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
     hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
@@ -40,7 +44,9 @@ def step(checkpointing, *, around=lambda *_: contextlib.nullcontext(), every=1, 
     model = copy.deepcopy(first).to(DEVICE, dtype)
     if checkpointing != "none":
         model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-    if checkpointing != "none" and checkpointing != "full":
+    if KERNELS == "liger":
+        fuse_kernels(model, {"kernels": KERNELS, "mlp_tile_size": None})
+    if checkpointing in ("kept", "ahead"):
         host_offload.install(model, keep_attention=checkpointing == "kept")
     ids, labels, positions = (x.to(DEVICE) for x in (rows.clone(), rows.roll(-1, 1), torch.arange(TOKENS)[None]))
     with Attention() as attention, around(model, [ids, labels, positions]):
@@ -168,9 +174,12 @@ def test_two_ranks_of_ring_attention(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA GPU")
-def test_on_a_gpu_as_exact_as_its_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["none", "liger"])
+def test_on_a_gpu_as_exact_as_its_kernels(tmp_path: Path, kernels: str) -> None:
     """Attention's backward may sum up in any order there: two runs with full checkpointing are as far apart."""
-    found = printed(ON_GPU, tmp_path, DEVICE="cuda", TOKENS=str(1 << 15))
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
+    found = printed(ON_GPU, tmp_path, DEVICE="cuda", TOKENS=str(1 << 15), KERNELS=kernels)
     assert len(set(found["loss"])) == 1
     assert found["calls"] == [2 * 2 * LAYERS, 2 * LAYERS]
     assert found["same"] is found["same again"] or found["apart"] <= 2 * found["apart again"], found
@@ -224,10 +233,72 @@ print(json.dumps(found))
 """
 
 
-def test_copies_that_run_late_are_waited_for(tmp_path: Path) -> None:
+IN_PLACE = """
+from transformers.models.qwen3 import modeling_qwen3
+
+plain = step("full")
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given, weight):
+        root = (given.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+        ctx.save_for_backward(given, weight, root)
+        return given * root * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        given, weight, root = ctx.saved_tensors
+        normed, scaled = given * root, grad * weight
+        over_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad.data[...] = root * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return grad, over_weight
+
+def turned(given, cos, sin):
+    given.data[...] = given * cos[:, None] + modeling_qwen3.rotate_half(given) * sin[:, None]
+    return given.transpose(1, 2).transpose(1, 2)
+
+class Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turned(query, cos, sin), turned(key, cos, sin)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin = ctx.saved_tensors
+        return *(turned(grad, cos, -sin) for grad in grads), None, None
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        part = gate.sigmoid()
+        silu = gate * part
+        gate.data[...], up.data[...] = grad * up * (part + silu * (1 - part)), grad * silu
+        return gate, up
+
+def mlp(self, given):
+    return self.down_proj(SwiGLU.apply(self.gate_proj(given), self.up_proj(given)))
+
+modeling_qwen3.Qwen3RMSNorm.forward = lambda self, given: Norm.apply(given, self.weight)
+modeling_qwen3.apply_rotary_pos_emb = lambda *given: Rotary.apply(*given)
+modeling_qwen3.Qwen3MLP.forward = mlp
+written = step("full")
+assert 0 < apart(written, plain) < 1e-5, apart(written, plain)
+"""
+"""Kernels that write where Liger's do (liger-kernel 0.8.5 ops): into queries, keys, gate, up, and into gradients."""
+
+
+@pytest.mark.parametrize("kernels", ["", IN_PLACE], ids=["plain", "in place"])
+def test_copies_that_run_late_are_waited_for(tmp_path: Path, kernels: str) -> None:
     micro, there_and_back = 2, 2
     inputs_outputs_and_sums = 3
-    kept, ahead = printed(LATE, tmp_path, TOKENS="320")
+    kept, ahead = printed(kernels + LATE, tmp_path, TOKENS="320")
     assert kept == [True, micro * LAYERS * there_and_back * inputs_outputs_and_sums, 0]
     assert ahead == [True, micro * LAYERS * there_and_back, 0]
 

@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,19 +102,26 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def compare_gradients() -> dict[str, Any]:
-    """How far gradients are apart by rounding: bf16 with tiles, Liger's kernels, neither, each from float32 weights."""
+    """How far gradients are apart by rounding: bf16 with tiles, Liger's kernels, neither, each from float32 weights.
+
+    Where attention is kept, also how far from those with attention recomputed, and these from themselves: its backward
+    may sum up in any order.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sys.path.insert(0, str(TEMPLATES))
     tile_mlps, fuse = importlib.import_module("tiling").tile_mlps, importlib.import_module("model").fuse_kernels
+    keep = partial(importlib.import_module("host_offload").install, keep_attention=True)
     raw = dict(with_layers(load_model("Qwen/Qwen3-0.6B"), 4).config)
     config = CONFIG_MAPPING[raw.pop("model_type")].from_dict(raw)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 1000, (1, 16_384), generator=generator).cuda()
 
-    def gradients(dtype: torch.dtype, tile: int | None, kernels: str = "none") -> tuple[float, dict[str, Any]]:
+    def gradients(
+        dtype: torch.dtype, tile: int | None, kernels: str = "none", *, kept: bool = False
+    ) -> tuple[float, dict[str, Any]]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model = model.cuda().to(dtype)
@@ -121,6 +129,8 @@ def compare_gradients() -> dict[str, Any]:
         if tile is not None:
             tile_mlps(model, tile)
         model.activation_checkpointing_enable({"use_reentrant": False})
+        if kept:
+            keep(model)
         model.train()
         decoder = model.get_decoder()
         # a small loss of the last hidden states: logits of so many tokens would take most of the GPU
@@ -145,6 +155,14 @@ def compare_gradients() -> dict[str, Any]:
     for tile, kernels in ways:
         loss, made = gradients(torch.bfloat16, tile, kernels)
         found[f"bfloat16, tile {tile}, kernels {kernels}"] = {"loss": loss, "from_float32": apart(made, exact)}
+        if tile == 1024:
+            continue
+        again = gradients(torch.bfloat16, tile, kernels)[1]
+        loss, kept = gradients(torch.bfloat16, tile, kernels, kept=True)
+        found[f"bfloat16, tile {tile}, kernels {kernels}, attention kept"] = {
+            "loss": loss, "from_float32": apart(kept, exact), "from_recomputed": apart(kept, made),
+            "recomputed_again": apart(again, made),
+        }  # fmt: skip
     torch.cuda.empty_cache()
     return found
 
