@@ -33,6 +33,45 @@ from lcplan.watching import read_state, state_of
 GIB = 1 << 30
 
 
+SHRINKING = """
+import json
+import torch, measure
+
+class Step(measure.StepRecorder):
+    \"\"\"On a GPU whose allocator gave back, in the backward, what the forward had needed.\"\"\"
+    peaks = [(6, 9), (8, 8), (3, 8)]  # allocated, reserved: forward, backward, optimizer step
+
+cuda = torch.cuda
+cuda.synchronize = lambda: None
+cuda.memory_allocated = lambda: 2
+cuda.max_memory_allocated = lambda: Step.peaks[0][0]
+cuda.max_memory_reserved = lambda: Step.peaks[0][1]
+cuda.reset_peak_memory_stats = lambda: Step.peaks.pop(0) if began and len(Step.peaks) > 1 else None
+cuda.host_memory_stats = lambda: {}
+began = False
+step = Step(None, tokens_per_step=1, on_gpu=True)
+step.cuda = step.parts.cuda = True
+step.steps.append({"step": 1})
+model, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+step.on_step_begin(model=model, optimizer=optimizer)
+began = True
+step._mark("forward")
+step.on_pre_optimizer_step(model=model)
+step.on_optimizer_step()
+class State:
+    global_step = 2
+step.on_step_end(None, State, None)
+print(json.dumps([step.steps[-1]["peak_allocated_bytes"], step.steps[-1]["peak_reserved_bytes"], step.parts.phases]))
+"""
+
+
+@pytest.mark.train
+def test_what_was_reserved_is_the_most_of_any_phase() -> None:
+    done = run_python("-c", SHRINKING, cwd=TEMPLATES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [8, 9, {"forward": 6, "backward": 8, "optimizer_step": 3}]
+
+
 # --- events and result
 
 

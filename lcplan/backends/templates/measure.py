@@ -34,6 +34,8 @@ class PhasePeaks:
         self.cuda = on_gpu
         self.phases: dict[str, int] = {}
         self.resident: dict[str, int] = {}
+        self.reserved = 0
+        """Most that the allocator held in any phase: short of memory, it gives back what another phase needed."""
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """Before the first micro batch of the step."""
@@ -41,6 +43,7 @@ class PhasePeaks:
             return
         torch.cuda.synchronize()
         self.phases.clear()
+        self.reserved = 0
         self.resident = {
             "before_step": torch.cuda.memory_allocated(),
             "parameters": local_bytes(model.parameters()),
@@ -54,6 +57,7 @@ class PhasePeaks:
             return
         torch.cuda.synchronize()
         self.phases[phase] = max(self.phases.get(phase, 0), torch.cuda.max_memory_allocated())
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         torch.cuda.reset_peak_memory_stats()
 
     def gradients(self, model: Any) -> None:
@@ -118,8 +122,10 @@ class StepRecorder(TrainerCallback):
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started
         peak = torch.cuda.max_memory_allocated() if self.cuda else None
-        if peak is not None and self._measures_parts:
-            peak = max(peak, *self.parts.phases.values())  # each phase began to count anew
+        reserved = torch.cuda.max_memory_reserved() if self.cuda else None
+        if peak is not None and reserved is not None and self._measures_parts:  # each phase began to count anew
+            peak = max(peak, *self.parts.phases.values())
+            reserved = max(reserved, self.parts.reserved)
         self._measures_parts = False
         self.steps.append(
             {
@@ -127,7 +133,7 @@ class StepRecorder(TrainerCallback):
                 "step_s": round(seconds, 4),
                 "tokens_per_second": round(self.tokens_per_step / seconds, 1),
                 "peak_allocated_bytes": peak,
-                "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
+                "peak_reserved_bytes": reserved,
                 "pinned_peak_bytes": pinned_peak_bytes() if self.cuda else None,
                 "loss": None,
             }

@@ -231,7 +231,9 @@ def main(job: dict[str, Any]) -> int:
         "peak_allocated_bytes": max(recorder.parts.phases.values(), default=None),
         "phases": recorder.parts.phases,
         "resident": recorder.parts.resident,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if recorder.cuda else None,
+        "peak_reserved_bytes": max(recorder.parts.reserved, torch.cuda.max_memory_reserved())
+        if recorder.cuda
+        else None,
         "pinned_peak_bytes": measure.pinned_peak_bytes() if recorder.cuda else None,
         "device_used_bytes": measure.device_used_bytes() if recorder.cuda else None,
         "step_s": recorder.step_s,
