@@ -27,6 +27,10 @@ ACTIVE = LAYERS * (H * 2 * (QUERY + KEY) + 3 * H * INNER)
 ATTENTION = 2 * L * L * QUERY * LAYERS
 
 
+HOST = 8 * 50
+"""Bytes a second of one GPU alone: what all eight of a node get together."""
+
+
 def gpu_of(**changes: Any) -> GpuSpec:
     return load_gpu("h200").model_copy(update={"kernel_rates": RATES, "link_bandwidth": 7, **changes})
 
@@ -148,8 +152,8 @@ def test_exchange_between_nodes_takes_the_network() -> None:
 
 
 def test_copies_to_the_host() -> None:
-    assert parts(offload_activations=True).host_copies == 2 * LAYERS * L * H * 2 / 50
-    assert parts(offload_activations=True, dtype="float32").host_copies == 2 * LAYERS * L * H * 4 / 50
+    assert parts(offload_activations=True).host_copies == 2 * LAYERS * L * H * 2 / HOST
+    assert parts(offload_activations=True, dtype="float32").host_copies == 2 * LAYERS * L * H * 4 / HOST
     assert parts(activation_offloading=True).host_copies == 0, "on a stream of its own"
 
 
@@ -157,20 +161,38 @@ def test_of_kept_attention_the_inputs_come_back_on_the_compute_stream() -> None:
     kept = parts(activation_checkpointing="selective", offload_activations=True)
     inputs, outputs = LAYERS * L * H * 2, LAYERS * L * (2 * 96 + 4 * 6)
     compute = kept.attention + kept.linear + kept.loss_head + kept.elementwise
-    longer = inputs + 2 * outputs - 50 * compute
-    assert kept.host_copies == pytest.approx((inputs + max(longer, 0)) / 50)
+    longer = inputs + 2 * outputs - HOST * compute
+    assert kept.host_copies == pytest.approx((inputs + max(longer, 0)) / HOST)
     assert kept.attention == parts(activation_checkpointing="none").attention
     slow = gpu_of()
     rates = RATES.model_copy(update={"host_copy_bytes": 1e-3})
     plan = plan_of(tiny_spec(), max_length=L, activation_checkpointing="selective", offload_activations=True)
     found = StepTimer(tiny_spec(), slow, rates).parts(plan)
-    assert found.host_copies == pytest.approx((2 * inputs + 2 * outputs) / 1e-3 - compute), "the link is the bound"
+    assert found.host_copies == pytest.approx((2 * inputs + 2 * outputs) / 8e-3 - compute), "the link is the bound"
+
+
+def test_a_gpu_has_its_link_to_the_host_or_its_part_of_the_nodes() -> None:
+    copied = 2 * LAYERS * 16 * H * 2
+    wide = gpu_of(host_link_bandwidth=10**9)
+    for num_gpus in (1, 2, 8):
+        plan = {"num_gpus": num_gpus, "dp_shard_size": num_gpus, "max_length": 16, "offload_activations": True}
+        assert parts(gpu=wide, **plan).host_copies == pytest.approx(copied * num_gpus / (8 * 50))
+        assert parts(gpu=gpu_of(host_link_bandwidth=20), **plan).host_copies == pytest.approx(copied / 10)
+    two_nodes = {"num_gpus": 16, "dp_shard_size": 16, "gpus_per_node": 8, "max_length": 16, "offload_activations": True}
+    assert parts(gpu=wide, **two_nodes).host_copies == pytest.approx(copied / 50), "each node has a memory of its own"
+
+
+def test_what_comes_a_layer_ahead_hides_but_for_the_last_layers() -> None:
+    ahead = parts(offload_activations=True, offload_prefetch=True)
+    one, compute = L * H * 2, ahead.total - ahead.host_copies - ahead.optimizer - ahead.exchange
+    assert ahead.host_copies == pytest.approx((one + max((2 * LAYERS - 1) * one - HOST * compute, 0)) / HOST)
+    assert ahead.host_copies < parts(offload_activations=True).host_copies
 
 
 def test_copies_of_shards() -> None:
     spec = tiny_spec()
     found = parts(spec, num_gpus=2, dp_shard_size=2, offload_params=True)
-    assert found.host_copies == pytest.approx(3 * 4 * spec.num_parameters / 2 / 50)
+    assert found.host_copies == pytest.approx(3 * 4 * spec.num_parameters / 2 / (8 * 50 / 2))
     assert found.optimizer == pytest.approx(spec.num_parameters / 2 * 1.4e-9)
 
 
@@ -232,7 +254,7 @@ def test_rates_of_another_gpu_are_marked_and_scale_with_the_spec_sheet() -> None
 
 
 def test_pinning_is_paid_once() -> None:
-    assert step_time.pinning_seconds(pinned_bytes=7 * 10**9, by_trl=False) == 1
+    assert step_time.pinning_seconds(pinned_bytes=55 * 10**8, by_trl=False) == 1
     assert step_time.pinning_seconds(pinned_bytes=33 * 10**8, by_trl=True) == 1
 
 

@@ -53,9 +53,9 @@ HOST_OPTIMIZER_S = {"adamw_torch_fused": 1.4e-9, "adamw_torch": 10.5e-9}
 """Seconds a parameter of an optimizer step on the host. Fused: one published step of a 4.02 B model with its states
 there, all of its 5.63 s (github.com/PrimeIntellect-ai/prime-rl/pull/3210), so a bound; torch 2.13 on one thread of an
 EPYC takes 0.64 ns and clipping 0.47. Not fused: that thread, 10.0 ns and clipping."""
-PINNING_BYTES_PER_S = 7e9
-"""New pinned memory a second, which the first step at a length pays for; rows m004, m006, m008 and m019 lie between 3
-and 35 GB/s."""
+PINNING_BYTES_PER_S = 5.5e9
+"""New pinned memory a second, which the first step at a length pays for: what m004, m006, m008, m019, m340, m351, m354,
+m356 and m361 have beyond a steady step lies between 3 and 21 GB/s, in the largest (77 GB) at 4.0."""
 TRL_PINNING_BYTES_PER_S = 3.3e9
 """The same for TRL's own offload, from row m025 alone; rows m099 and m100 are slower still."""
 MFU_CONVENTION = (
@@ -381,23 +381,33 @@ class StepTimer:
         TRL's own offload has a stream of its own. Where attention is kept on the host, the layer inputs come back on
         the compute stream; the rest goes beside it. With prefetch the last layer's input alone comes back on it.
         """
-        num_bytes = 0.0
+        num_bytes, rate = 0.0, self._host_rate(plan)
         if plan.offload_activations:
             layers = ceil_div(self.spec.num_hidden_layers, plan.checkpoint_every_n_layers)
             size = weights.FP32_BYTES if _is_wide(plan) else weights.BF16_BYTES
             inputs = layers * plan.tokens_per_rank * self.spec.hidden_size * size
             if plan.offload_prefetch:
                 beside = inputs * (2 - 1 / layers)
-                num_bytes += inputs / layers + max(beside - compute * self.rates.host_copy_bytes, 0.0)
+                num_bytes += inputs / layers + max(beside - compute * rate, 0.0)
             elif plan.keeps_attention_on_host:
                 outputs = weights.BF16_BYTES * self.query + weights.FP32_BYTES * self.spec.num_attention_heads
                 beside = inputs + 2 * layers * plan.tokens_per_rank * outputs
-                num_bytes += inputs + max(beside - compute * self.rates.host_copy_bytes, 0.0)
+                num_bytes += inputs + max(beside - compute * rate, 0.0)
             else:
                 num_bytes += 2 * inputs
         if plan.offload_params:  # shards come in for forward and backward, gradients go out
             num_bytes += 3 * weights.FP32_BYTES * self.num_parameters / plan.shard_size
-        return num_bytes / self.rates.host_copy_bytes
+        return num_bytes / rate
+
+    def _host_rate(self, plan: TrainPlan) -> float:
+        """Bytes a second between one GPU and the host: its link's, or its part of what the node's GPUs get together.
+
+        Alone a GPU has more than in a full node: steps of rows m359 and m360 are 0.16 s apart, for 12 GB copied on the
+        compute stream or beside it.
+        """
+        copying = min(plan.num_gpus, plan.gpus_per_node)
+        together = self.rates.host_copy_bytes * self.gpu.gpus_per_node
+        return min(self.gpu.host_link_bandwidth / 2, together / copying)
 
     def _exposed_seconds(self, plan: TrainPlan, *, attention: float, compute: float) -> float:
         """Exchange that is longer than the kernels it hides behind, and the first layer's weights."""
