@@ -310,9 +310,11 @@ def test_what_cannot_be_written() -> None:
         ring, _ = resolve(spec, given | lever, usual_gpus_per_node=8)
         with pytest.raises(PlanError, match="trl has no key for --cp-"):
             trl_values(spec, ring)
-    tiled, _ = resolve(spec, {"max_length": 64, "gpu": "h200", "mlp_tile_size": 8}, usual_gpus_per_node=8)
-    with pytest.raises(PlanError, match="mlp-tile-size"):
-        trl_values(spec, tiled)
+    ahead = {"offload_activations": True, "offload_prefetch": True}
+    for lever, name in (({"mlp_tile_size": 8}, "mlp-tile-size"), (ahead, "offload-prefetch")):
+        plan, _ = resolve(spec, {"max_length": 64, "gpu": "h200", **lever}, usual_gpus_per_node=8)
+        with pytest.raises(PlanError, match=name):
+            trl_values(spec, plan)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

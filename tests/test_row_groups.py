@@ -19,6 +19,7 @@ PULLED = {
     "deepspeed": {"num_gpus": 2, "backend": "deepspeed"},
     "ulysses": {"num_gpus": 3, "backend": "deepspeed", "sp_size": 3, "max_length": 768},
     "offload-activations": {"offload_activations": True},
+    "offload-prefetch": {"offload_activations": True, "offload_prefetch": True},
     "activation-offloading": {"activation_offloading": True},
     "offload-params": {"offload_params": True},
     "checkpointing-none": {"activation_checkpointing": "none"},

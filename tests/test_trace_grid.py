@@ -34,6 +34,7 @@ LENGTHS = (1024, 4096, 16384)
 """Taken in turn: short plans peak in the loss or at the optimizer, long ones in a layer."""
 SHARDED = {"num_gpus": 4, "dp_shard_size": 4}
 RING = {"num_gpus": 4, "cp_size": 4}
+AHEAD = {"offload_activations": True, "offload_prefetch": True}
 KEPT = {"activation_checkpointing": "selective", "offload_activations": True}
 LEVERS: tuple[dict[str, Any], ...] = (
     {},
@@ -45,6 +46,12 @@ LEVERS: tuple[dict[str, Any], ...] = (
     KEPT | {"checkpoint_every_n_layers": 2},
     KEPT | {"freeze_embeddings": True},
     {"offload_activations": True},
+    AHEAD,
+    AHEAD | {"checkpoint_every_n_layers": 2},
+    AHEAD | {"dtype": "float32", "gradient_accumulation_steps": 2},
+    AHEAD | {"lora_r": 8},
+    AHEAD | {"freeze_embeddings": True},
+    AHEAD | {"mlp_tile_size": 512},
     {"activation_offloading": True},
     {"per_device_train_batch_size": 3},
     {"gradient_accumulation_steps": 2},
@@ -86,6 +93,8 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
     RING,
     RING | {"cp_comm_strategy": "alltoall"},
+    RING | AHEAD,
+    SHARDED | AHEAD,
     RING | {"cp_head_chunks": 2},
     RING | {"cp_merge_dtype": "bfloat16"},
     RING | KEPT | {"cp_head_chunks": 2, "cp_merge_dtype": "bfloat16"},

@@ -52,6 +52,12 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("cp-backend", {"num_gpus": 4, "cp_size": 2, "backend": "deepspeed"}, "--backend fsdp2"),
     ("ring-without-cp", {"cp_head_chunks": 3}, "--cp-size is 1. Leave it out"),
     ("ring-without-cp", {"cp_merge_dtype": "bfloat16"}, "--cp-merge-dtype bfloat16 is of ring attention"),
+    ("prefetch-without-offload", {"offload_prefetch": True}, "it needs --offload-activations"),
+    (
+        "prefetch-without-offload",
+        {"offload_prefetch": True, "offload_activations": True, "activation_checkpointing": "selective"},
+        "travel on a side stream anyway",
+    ),
     ("cp-head-chunks", {"num_gpus": 2, "cp_size": 2, "cp_head_chunks": 2}, "Use a divisor of 3"),
     ("sp-heads", {"num_gpus": 4, "sp_size": 4, "backend": "deepspeed"}, "Legal sizes: 3, 6"),
     ("length-multiple", {"num_gpus": 8, "cp_size": 8, "max_length": 1_000_001}, "Use --max-length 1000000 or 1000016"),
