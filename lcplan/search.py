@@ -26,6 +26,8 @@ FORWARD_IGNORES = frozenset(
     ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
 )
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
+NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels"))
+"""Levers that make nothing legal: a plan with them says less of why nothing is."""
 _forward_key = attrgetter(
     *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "optim"})
 )
@@ -52,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Lattice:
-    """The legal plans of one length, fastest first, and why the others are none."""
+    """The legal plans of one length, fastest first, and why the plainest of the others are none."""
 
     candidates: tuple[Candidate, ...]
     refusals: tuple[PlanError, ...]
@@ -100,7 +102,7 @@ def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: in
     """Every legal plan on one of these numbers of GPUs, in order of time a token."""
     timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
     found: list[Candidate] = []
-    refusals: list[PlanError] = []
+    refusals: list[tuple[int, PlanError]] = []
     for num_gpus in counts:
         given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
         for levers, settings in _classes(spec, num_gpus, fixed):
@@ -108,13 +110,14 @@ def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: in
                 first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
                 check_covered(spec, first)
             except PlanError as error:
-                refusals.append(error)
+                refusals.append((len(levers & NEVER_NEEDED), error))
                 continue
             for setting in settings:
                 plan = first if setting is settings[0] else first.model_copy(update=setting)
                 found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
     found.sort(key=lambda candidate: candidate.order)
-    return Lattice(tuple(found), tuple(refusals))
+    fewest = min((number for number, _ in refusals), default=0)
+    return Lattice(tuple(found), tuple(error for number, error in refusals if number == fewest))
 
 
 def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:
