@@ -48,8 +48,8 @@ def brute_force(spec: ModelSpec, gpu: GpuSpec, num_gpus: int, length: int) -> li
         ]  # fmt: skip
         for choice in product(
             sizes, checkpointing, ({}, {"offload_activations": True}, {"activation_offloading": True}),
-            ({}, {"offload_params": True}), ({}, {"cp_comm_strategy": "alltoall"}), ({}, {"optim": "adamw_torch"}),
-            ({}, {"mlp_tile_size": TILE_SIZES[0]}),
+            ({}, {"offload_params": True}), ({}, {"cp_comm_strategy": "alltoall"}),
+            ({}, {"mlp_tile_size": TILE_SIZES[0]}), ({}, {"kernels": "liger"}),
         ):  # fmt: skip
             values: dict[str, Any] = {"max_length": length, "gpu": gpu.id, "num_gpus": count, "loss": "chunked"}
             for part in choice:
@@ -124,6 +124,24 @@ def test_the_forward_phase_depends_on_nothing_that_its_key_leaves_out() -> None:
         assert formula.forward_bytes(spec, changed) == formula.forward_bytes(spec, candidate.plan)
 
 
+def test_an_unfused_optimizer_is_never_smaller_nor_faster() -> None:
+    """So the search leaves it alone."""
+    spec = load_model("Qwen/Qwen3-4B")
+    timer = step_time.StepTimer(spec, H100, ordering_rates(H100))
+    for candidate in random.Random(3).sample(lattice(spec, H100, (1, 4), 2**14, {}).candidates, 100):
+        unfused = candidate.plan.model_copy(update={"optim": "adamw_torch"})
+        assert fresh_peak(spec, unfused) >= fresh_peak(spec, candidate.plan)
+        assert timer.seconds(unfused) >= timer.seconds(candidate.plan)
+        assert formula.host_need(spec, unfused) == formula.host_need(spec, candidate.plan)
+
+
+def test_a_refusal_names_what_was_asked_not_what_the_search_put_in() -> None:
+    fixed = {"lora_r": 8, "packing": True}
+    refusals = lattice(load_model("Qwen/Qwen3-8B"), H100, (1,), 4096, fixed).refusals
+    assert refusals
+    assert not [refusal for refusal in refusals if "--kernels" in refusal.message or "--mlp-tile" in refusal.message]
+
+
 def test_settings_that_are_called_alike_are_legal_alike() -> None:
     spec = tiny_spec()
     for candidate in lattice(spec, H100, (1, 2, 4), 64, {}).candidates:
@@ -158,7 +176,7 @@ def test_ten_thousand_random_goals() -> None:
     known: dict[tuple[str, int, int], tuple[tuple[Candidate, ...], list[int]]] = {}
     chosen = refused = 0
     for _ in range(10_000):
-        name, num_gpus, length = draw.choice(MODELS), draw.choice((1, 2, 4)), 2 ** draw.randint(10, 20)
+        name, num_gpus, length = draw.choice(MODELS), draw.choice((1, 2, 4)), 2 ** draw.randrange(10, 21, 2)
         room = draw.randint(4, 140) * GIB
         spec = load_model(name)
         gpu = H100.model_copy(update={"usable_bytes": room})
@@ -250,6 +268,7 @@ def test_the_table_of_levers_says_what_the_stack_refuses() -> None:
         "offload-optimizer": {"offload_optimizer": True},
         "kept-gathered": {"reshard_after_forward": False},
         "ddp": {"backend": "ddp", "num_gpus": 4},
+        "unfused-optimizer": {"optim": "adamw_torch"},
         "smaller-states": {"optim": "sgd"},
         "frozen-tables": {"freeze_embeddings": True},
         "lora": {"lora_r": 8},
