@@ -14,7 +14,7 @@ from typing import Any
 
 from lcplan.errors import PlanError
 from lcplan.estimators import formula, step_time
-from lcplan.estimators.coverage import can_tile, check_covered
+from lcplan.estimators.coverage import can_fuse, can_tile, check_covered
 from lcplan.hardware import GpuSpec, KernelRates, load_gpu, scale_rates
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, Lever, Setting, conflict
 from lcplan.model_spec import ModelSpec
@@ -23,13 +23,13 @@ from lcplan.train_plan import TrainPlan, resolve
 ORDER_BY = "h200"
 """GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
 FORWARD_IGNORES = frozenset(
-    ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
+    ("cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
 )
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
 NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels"))
 """Levers that make nothing legal: a plan with them says less of why nothing is."""
 _forward_key = attrgetter(
-    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "optim"})
+    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "kernels", "optim"})
 )
 
 
@@ -201,12 +201,15 @@ class Prices:
     def forward(self, plan: TrainPlan) -> int:
         """A bound of the peak from below, shared by plans that differ in nothing the forward phase depends on.
 
-        Bytes of the forward phase with the smallest tiles, where the MLP can have any: then tiled plans share it too.
+        Bytes of the forward phase with the smallest tiles, where the MLP can have any, and with Liger's kernels, where
+        the plan can have them: then plans with and without share it.
         """
         key = (plan.optim.removesuffix("_fused"), *_forward_key(plan))  # a fused optimizer keeps the same states
         if key not in self._forwards:
             if plan.mlp_tile_size is None and can_tile(self.spec, plan):
                 plan = plan.model_copy(update={"mlp_tile_size": min(TILE_SIZES)})
+            if can_fuse(self.spec, plan):
+                plan = plan.model_copy(update={"kernels": "liger"})
             self._forwards[key] = formula.forward_bytes(self.spec, plan)
         return self._forwards[key]
 

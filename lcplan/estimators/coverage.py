@@ -115,6 +115,12 @@ def can_tile(spec: ModelSpec, plan: TrainPlan) -> bool:
     return not plan.activation_offloading and not any(_not_tiled(spec, plan).values())
 
 
+def can_fuse(spec: ModelSpec, plan: TrainPlan) -> bool:
+    """Whether the formulas cover the plan with Liger's kernels."""
+    plain, masked = spec.model_type in PLAIN_FAMILIES, _takes_masks(spec, plan)
+    return not any(_not_fused(spec, plan, plain=plain, masked=masked).values())
+
+
 def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     return {
         f"{spec.id}, which has experts": spec.moe is not None,
