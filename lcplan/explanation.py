@@ -154,6 +154,8 @@ def _reason(id: str, report: MemoryReport, beside: _Alternatives, units: ByteUni
             f"; cp_size {plan.cp_size} leaves {plan.tokens_per_rank:,} tokens a GPU, and max_length must stay a "
             f"multiple of {plan.length_multiple}: trim, never pad"
         )
+    if id == "fused-kernels":
+        text += f"; needs {lever.needs}"
     return text + "."
 
 
@@ -234,7 +236,7 @@ def _why_not(lever: Lever, spec: ModelSpec, chosen: Candidate, plans: Lattice, p
     if lever.not_searched:
         return f"not searched: {lever.not_searched}"
     if not lever.settings(spec, plan.num_gpus):
-        return "there is one GPU"
+        return "there is one GPU" if lever.dimension == "gpus" and plan.num_gpus == 1 else f"not for {spec.id}"
     others = {id for id in chosen.levers if BY_ID[id].dimension != lever.dimension}
     wanted = frozenset(others | {lever.id})
     alternatives = [candidate for candidate in plans.candidates if candidate.levers == wanted]
@@ -276,7 +278,7 @@ def lever_plans(spec: ModelSpec, plan: TrainPlan) -> tuple[tuple[str, str, Train
         "dp_replicate_size": 1, "dp_shard_size": plan.shard_size * plan.dp_replicate_size,
         **{name: TrainPlan.model_fields[name].default for name in RING},
         "offload_optimizer": False, "reshard_after_forward": True,
-        **OFF["activations"], **OFF["parameters"], **OFF["optimizer"], **OFF["mlp"],
+        **OFF["activations"], **OFF["parameters"], **OFF["optimizer"], **OFF["mlp"], **OFF["kernels"],
     }  # fmt: skip
     current = plan.model_copy(update=naive)
     steps = [(NAIVE, "full logits, everything saved", current)]

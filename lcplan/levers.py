@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lcplan._record import Record
+from lcplan.estimators.coverage import PLAIN_FAMILIES
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import resolve_rope
 from lcplan.train_plan import TrainPlan
@@ -59,6 +60,7 @@ OFF: dict[str, Setting] = {
     "parameters": {"offload_params": False},
     "exchange": {"cp_comm_strategy": "allgather"},
     "mlp": {"mlp_tile_size": None},
+    "kernels": {"kernels": "none"},
     "optimizer": {"optim": "adamw_torch_fused"},
 }
 """What a plan looks like where no lever of a dimension is pulled; ``gpus`` has no such state."""
@@ -267,7 +269,7 @@ LEVERS: tuple[Lever, ...] = (
         changes="optim",
         costs="temporaries of the size of all weights, more memory traffic",
         dimension="optimizer",
-        settings=lambda _spec, _gpus: ({"optim": "adamw_torch"},),
+        not_searched="never faster and never smaller than the fused one; ask for it with --optim adamw_torch",
         is_on=lambda _, plan: plan.optim == "adamw_torch",
     ),
     Lever(
@@ -364,10 +366,10 @@ LEVERS: tuple[Lever, ...] = (
         summary="Liger's RMSNorm, rotary embedding and SwiGLU: one kernel each, which saves its input alone.",
         changes="kernels",
         costs="no time: less memory traffic",
-        needs="liger-kernel, a CUDA GPU",
+        needs="liger-kernel (pip install 'lcplan[liger]'), a GPU that Triton compiles for",
         excludes=("activation-offloading", "lora"),
         dimension="kernels",
-        not_searched="it needs another package; ask for it with --kernels liger",
+        settings=lambda spec, _gpus: ({"kernels": "liger"},) if spec.model_type in PLAIN_FAMILIES else (),
         is_on=lambda _, plan: plan.kernels == "liger",
     ),
     Lever(

@@ -213,22 +213,27 @@ class _Search:
         best: tuple[int, Candidate] | None = None
         for candidate in plans.candidates:
             limit = self.prices.room if best is None else best[0] - 1
-            if not self.prices.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan):
+            if self.prices.fits(candidate, limit):
                 best = self.prices.device_peak(candidate.plan), candidate
         return best and best[1]
 
     def _fastest(self, plans: Lattice) -> Candidate | None:
-        """Of the plans that fit and are as fast as the fastest of them, the one with the fewest levers."""
+        """Of the plans that fit and are as fast as the fastest of them, the one with the fewest levers.
+
+        Of equally simple ones the one that leaves most of the GPU free.
+        """
         best: Candidate | None = None
-        last = 0.0
+        last, limit = 0.0, self.prices.room
         for candidate in plans.candidates:
-            if best is None:
-                if self.prices.fits(candidate):
-                    best, last = candidate, candidate.seconds_per_token * (1 + AS_FAST)
-            elif candidate.seconds_per_token > last:
+            if best is not None and candidate.seconds_per_token > last:
                 break
-            elif candidate.num_levers < best.num_levers and self.prices.fits(candidate):
-                best = candidate
+            if best is not None and candidate.num_levers > best.num_levers:
+                continue
+            alike = best is not None and candidate.num_levers == best.num_levers
+            if not self.prices.fits(candidate, limit - 1 if alike else self.prices.room):
+                continue
+            last = last or candidate.seconds_per_token * (1 + AS_FAST)
+            best, limit = candidate, self.prices.device_peak(candidate.plan)
         return best
 
     def _fewer_gpus(self, best: Candidate, plans: Lattice) -> str | None:
@@ -405,7 +410,7 @@ class _Search:
 SEARCHED = (
     "backend", "dp_replicate_size", "dp_shard_size", "cp_size", "cp_comm_strategy", "loss", "activation_checkpointing",
     "checkpoint_every_n_layers", "offload_activations", "activation_offloading", "offload_params", "optim",
-    "mlp_tile_size",
+    "mlp_tile_size", "kernels",
 )  # fmt: skip
 """Plan fields that the search sets."""
 

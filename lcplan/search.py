@@ -14,7 +14,7 @@ from typing import Any
 
 from lcplan.errors import PlanError
 from lcplan.estimators import formula, step_time
-from lcplan.estimators.coverage import can_tile, check_covered
+from lcplan.estimators.coverage import can_fuse, can_tile, check_covered
 from lcplan.hardware import GpuSpec, KernelRates, load_gpu, scale_rates
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, Lever, Setting, conflict
 from lcplan.model_spec import ModelSpec
@@ -23,11 +23,13 @@ from lcplan.train_plan import TrainPlan, resolve
 ORDER_BY = "h200"
 """GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
 FORWARD_IGNORES = frozenset(
-    ("loss", "cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
+    ("cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
 )
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
+NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels"))
+"""Levers that make nothing legal: a plan with them says less of why nothing is."""
 _forward_key = attrgetter(
-    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "optim"})
+    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "kernels", "optim"})
 )
 
 
@@ -52,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Lattice:
-    """The legal plans of one length, fastest first, and why the others are none."""
+    """The legal plans of one length, fastest first, and why the plainest of the others are none."""
 
     candidates: tuple[Candidate, ...]
     refusals: tuple[PlanError, ...]
@@ -100,7 +102,7 @@ def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: in
     """Every legal plan on one of these numbers of GPUs, in order of time a token."""
     timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
     found: list[Candidate] = []
-    refusals: list[PlanError] = []
+    refusals: list[tuple[int, PlanError]] = []
     for num_gpus in counts:
         given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
         for levers, settings in _classes(spec, num_gpus, fixed):
@@ -108,13 +110,14 @@ def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: in
                 first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
                 check_covered(spec, first)
             except PlanError as error:
-                refusals.append(error)
+                refusals.append((len(levers & NEVER_NEEDED), error))
                 continue
             for setting in settings:
                 plan = first if setting is settings[0] else first.model_copy(update=setting)
                 found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
     found.sort(key=lambda candidate: candidate.order)
-    return Lattice(tuple(found), tuple(refusals))
+    fewest = min((number for number, _ in refusals), default=0)
+    return Lattice(tuple(found), tuple(error for number, error in refusals if number == fewest))
 
 
 def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:
@@ -191,19 +194,23 @@ class Prices:
                     return True
         return False
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether GPU and host have room."""
-        return not self.exceeds(candidate, self.room) and host_fits(self.spec, candidate.plan)
+    def fits(self, candidate: Candidate, limit: int | None = None) -> bool:
+        """Whether GPU and host have room, the GPU for ``limit`` bytes at most if it is given."""
+        limit = self.room if limit is None else limit
+        return not self.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan)
 
     def forward(self, plan: TrainPlan) -> int:
         """A bound of the peak from below, shared by plans that differ in nothing the forward phase depends on.
 
-        Bytes of the forward phase with the smallest tiles, where the MLP can have any: then tiled plans share it too.
+        Bytes of the forward phase with the smallest tiles, where the MLP can have any, and with Liger's kernels, where
+        the plan can have them: then plans with and without share it.
         """
         key = (plan.optim.removesuffix("_fused"), *_forward_key(plan))  # a fused optimizer keeps the same states
         if key not in self._forwards:
             if plan.mlp_tile_size is None and can_tile(self.spec, plan):
                 plan = plan.model_copy(update={"mlp_tile_size": min(TILE_SIZES)})
+            if can_fuse(self.spec, plan):
+                plan = plan.model_copy(update={"kernels": "liger"})
             self._forwards[key] = formula.forward_bytes(self.spec, plan)
         return self._forwards[key]
 

@@ -344,6 +344,19 @@ def test_the_commands(lcplan: Callable[..., Outcome], tmp_path: Path) -> None:
     assert lcplan("recommend", *files, "--gpu", "h100-80gb").code == 0
 
 
+def test_a_plan_for_trl_has_no_kernels_that_it_cannot_say(lcplan: Callable[..., Outcome], tmp_path: Path) -> None:
+    goal = ["recommend", "Qwen/Qwen3-4B", "--max-length", "32768", "--gpu", "h200"]
+    emit = ["--emit", str(tmp_path / "out")]
+    assert "--kernels liger" in lcplan(*goal).out
+    for fixes in (["--kernels", "none"], emit):
+        out = lcplan(*goal, *fixes).out
+        assert "left out: fused-kernels: " in out
+        assert "Liger" not in out.partition("left out: ")[0] + out.partition("memory against time")[2]
+    asked = lcplan(*goal, *emit, "--kernels", "liger")
+    assert asked.code == 2
+    assert "--emit: trl gives up its key for --kernels liger" in asked.err
+
+
 def test_a_theta_that_is_not_the_models_is_refused(lcplan: Callable[..., Outcome], tmp_path: Path) -> None:
     rope = TRL["model_init_kwargs"]["rope_parameters"] | {"rope_theta": 10_000}
     content = TRL | {"model_init_kwargs": TRL["model_init_kwargs"] | {"rope_parameters": rope}}

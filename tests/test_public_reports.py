@@ -35,6 +35,7 @@ from tests.public_reports import (
 PLAIN: dict[str, Any] = {
     "activation_checkpointing": "full", "checkpoint_every_n_layers": 1, "offload_activations": False,
     "activation_offloading": False, "offload_params": False, "loss": "full", "mlp_tile_size": 1 << 30,
+    "kernels": "none",
 }  # fmt: skip
 """The stack before the guide's levers: layers recomputed, full logits, nothing offloaded, MLPs whole."""
 WITH_SLACK = 1 + runtime.ALLOCATOR_SLACK_PERMILLE / 1000
@@ -200,7 +201,7 @@ def test_r08_tokens_and_gpus_doubled_together() -> None:
     assert peak_gb(gathering) == pytest.approx(49.12, rel=OURS)
     assert gathering.dominant.key == "attention.ring_gathered_kv"
     spec, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("h100-80gb")
-    goal = {"max_length": 2 << 20, "gpu": gpu.id, "fixed": {"mlp_tile_size": 2 << 20}}
+    goal = {"max_length": 2 << 20, "gpu": gpu.id, "fixed": {"mlp_tile_size": 2 << 20, "kernels": "none"}}
     on_8, on_16 = (recommend(spec, Goal(num_gpus=n, **goal), gpu) for n in (8, 16))
     assert on_8.plans[0].plan.offload_params, "it fits since the states may lie on the host"
     assert on_8.headroom_bytes == 0

@@ -81,8 +81,8 @@ def command(
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     decided = {k: v for k, v in (base.plan if base else {}).items() if k not in SEARCHED}
     fixed = decided | given
-    if emit is not None:  # trl has no key for tiles: one has all tokens
-        fixed.setdefault("mlp_tile_size", MAX_TOKENS)
+    if emit is not None:  # trl has no key for tiles (one has all tokens), and gives up that for kernels
+        fixed = {"mlp_tile_size": MAX_TOKENS, "kernels": "none"} | fixed
     length = fixed.pop("max_length", None)
     if longest and "max_length" in given:
         raise InputError("two-lengths", "--longest looks for a length, --max-length gives one. Use one of them.")

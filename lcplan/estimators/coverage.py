@@ -10,6 +10,8 @@ from lcplan.train_plan import TrainPlan
 
 LORA_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 """Optimizers whose states over adapters are counted."""
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families alike but for biases and norms of q and k, with rows of nearly every lever; Liger has kernels for all."""
 
 
 def check_covered(spec: ModelSpec, plan: TrainPlan) -> None:
@@ -30,7 +32,7 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     fsdp = plan.backend == "fsdp2"
     float32 = plan.dtype == "float32" and not fsdp
     selective = plan.activation_checkpointing == "selective"
-    plain = spec.model_type in ("llama", "mistral", "qwen2", "qwen3")
+    plain = spec.model_type in PLAIN_FAMILIES
     # rows of an H200 hold these in float32 and under ring attention
     measured = plain or spec.model_type in ("phi3", "olmo2")
     dropout = spec.config.get("attention_dropout")
@@ -113,6 +115,12 @@ def can_tile(spec: ModelSpec, plan: TrainPlan) -> bool:
     return not plan.activation_offloading and not any(_not_tiled(spec, plan).values())
 
 
+def can_fuse(spec: ModelSpec, plan: TrainPlan) -> bool:
+    """Whether the formulas cover the plan with Liger's kernels."""
+    plain, masked = spec.model_type in PLAIN_FAMILIES, _takes_masks(spec, plan)
+    return not any(_not_fused(spec, plan, plain=plain, masked=masked).values())
+
+
 def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     return {
         f"{spec.id}, which has experts": spec.moe is not None,
@@ -144,7 +152,7 @@ def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     counted = sum(parameter.numel for parameter in deepspeed_order.parameters(spec).values())
     also = {
         "one GPU": plan.num_gpus == 1,
-        f"model_type {spec.model_type}": spec.model_type not in ("llama", "mistral", "qwen2", "qwen3"),
+        f"model_type {spec.model_type}": spec.model_type not in PLAIN_FAMILIES,
         f"{spec.id}, which has biases outside q, k and v": counted != spec.num_parameters,
         f"--dtype {plan.dtype}": plan.dtype != "bfloat16",
         f"--optim {plan.optim}": plan.optim != "adamw_torch_fused",

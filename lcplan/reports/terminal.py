@@ -402,6 +402,8 @@ def plan_words(plan: dict[str, Any]) -> str:
         words.append("TRL's offload")
     if plan["mlp_tile_size"] is not None:
         words.append("MLP in tiles")
+    if plan["kernels"] == "liger":
+        words.append("Liger's kernels")
     if plan["loss"] == "full":
         words.append("full logits")
     return ", ".join(words)
