@@ -193,6 +193,23 @@ def test_the_loss_heads_loops_hold_no_more_in_all_rounds_than_in_a_few(
     assert few.parts == trace(spec, plan).parts
 
 
+@pytest.mark.parametrize("rank", [0, 3, 9, 15])
+@pytest.mark.parametrize("more", [{}, {"cp_comm_strategy": "alltoall"}, {"cp_merge_dtype": "bfloat16"}])
+def test_ring_attention_holds_no_more_in_all_rounds_than_in_a_few(
+    rank: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import contextlib
+
+    from lcplan.tracing import sharding
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("qwen3", num_hidden_layers=2)
+    plan = plan_of(spec, max_length=16 * 2048, num_gpus=16, cp_size=16, activation_checkpointing="none", **more)
+    few = trace(spec, plan, rank=rank)
+    monkeypatch.setattr(sharding, "few_ring_rounds", lambda _rank: contextlib.nullcontext())
+    assert few.parts == trace(spec, plan, rank=rank).parts
+
+
 def test_what_was_replaced_is_put_back() -> None:
     import torch
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param

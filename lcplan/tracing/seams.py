@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,6 +294,24 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         # equal meshes are one key to DTensor's cache, which would bring back the groups of this one
         _find("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")()
+
+
+@contextlib.contextmanager
+def few_ring_rounds(cp_rank: int) -> Iterator[None]:
+    """Of ring attention's rounds run the first three, the three from where the sizes change, and the last.
+
+    Up to this rank's own number a round has half of the keys, and after it half of the queries. What one round made is
+    still alive in the next, so the third of its kind holds what every later one does.
+    """
+
+    def rounds(*bounds: int) -> Sequence[int]:
+        every = range(*bounds)
+        if len(bounds) > 1:  # the list of ranks
+            return every
+        return [i for i in every if i < 3 or cp_rank < i <= cp_rank + 3 or i == every[-1]]
+
+    with _replaced(((RING, "range", rounds),)):
+        yield
 
 
 @contextlib.contextmanager

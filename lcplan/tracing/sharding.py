@@ -11,7 +11,7 @@ from typing import Any
 
 import torch  # noqa: TID253  (imported by the trace method alone)
 
-from lcplan.tracing.seams import fake_ranks, ring_attention_on_cpu, shards_on_host
+from lcplan.tracing.seams import fake_ranks, few_ring_rounds, ring_attention_on_cpu, shards_on_host
 from lcplan.train_plan import TrainPlan
 
 CPU = torch.device("cpu")
@@ -59,6 +59,7 @@ def ranks_of(plan: TrainPlan, rank: int) -> Iterator[Ranks | None]:
         if plan.cp_size > 1:
             set_rotate_method(plan.cp_comm_strategy)
             stack.enter_context(ring_attention_on_cpu(plan))
+            stack.enter_context(few_ring_rounds(rank % plan.cp_size))
         if plan.offload_params:
             stack.enter_context(shards_on_host())
         yield Ranks(parallelism, parallelism.build_device_mesh("cpu"))
