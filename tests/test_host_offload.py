@@ -319,7 +319,10 @@ def test_an_input_that_is_asked_for_out_of_turn_is_an_error(tmp_path: Path) -> N
 
 COUNTED = """
 import sys
+import torch
 import host_offload, train
+empty = torch.empty
+torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)  # without a GPU none can be pinned
 calls = {"take": 0, "next": 0}
 def count(owner, name):
     whole = getattr(owner, name)
@@ -340,6 +343,11 @@ def test_a_job_trains_as_with_full_checkpointing(tmp_path: Path) -> None:
         "full": {},
         "kept": {"activation_checkpointing": "selective", "offload_activations": True},
         "ahead": {"offload_activations": True, "offload_prefetch": True},
+        # as transformers and TRL have them
+        "none": {"activation_checkpointing": "none"},
+        "every 2": {"checkpoint_every_n_layers": 2},
+        "selective": {"activation_checkpointing": "selective"},
+        "offload": {"offload_activations": True},
     }
     losses = []
     for name, plan in plans.items():
@@ -351,7 +359,7 @@ def test_a_job_trains_as_with_full_checkpointing(tmp_path: Path) -> None:
         every = layers * micro_steps * steps
         assert str({"take": every * (name == "kept"), "next": every * (name == "ahead")}) in done.stdout
         losses.append([step["loss"] for step in json.loads((folder / "result.json").read_text())["steps"]])
-    assert losses[0] == losses[1] == losses[2]
+    assert losses == losses[:1] * len(plans)
 
 
 def test_nothing_to_install_is_an_error() -> None:

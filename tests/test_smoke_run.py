@@ -174,6 +174,44 @@ def test_fsdp2_shards_trains_alike_and_saves_a_model_that_loads(tmp_path):
     assert loaded_loss(sharded / "final_model") < LOG_V
 
 
+UNPINNED = ON_CPU.replace("import train\n", "import torch, train\ntorch.Tensor.pin_memory = lambda self, *_: self\n")
+"""Without a GPU no memory can be pinned."""
+
+
+def test_levers_of_fsdp2_change_nothing_of_the_losses(tmp_path):
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "--main_process_port", "0"]
+    losses = {}
+    for name, plan in {"": {}, "kept": {"reshard_after_forward": False}, "host": {"offload_params": True}}.items():
+        folder = render_job(fsdp2_job(max_length=64, **plan), tmp_path / f"job {name}")
+        (folder / "on_cpu.py").write_text(UNPINNED)
+        done = run_python(*launcher, "on_cpu.py", cwd=folder)
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses[name] = [step["loss"] for step in json.loads((folder / "result.json").read_text())["steps"]]
+    assert losses["kept"] == losses[""]
+    assert losses["host"] == losses[""]
+
+
+BROKEN = """
+import sys
+from transformers.models.qwen3 import modeling_qwen3
+import train
+
+def broken(self, *_args):
+    raise RuntimeError("broken layer")
+
+modeling_qwen3.Qwen3MLP.forward = broken
+sys.exit(train.main(train.JOB))
+"""
+
+
+def test_an_error_in_the_first_layer_ends_the_job_with_its_own_exit_code(tmp_path):
+    """The profiler that looks at the layer must not outlive it: Python then ends with a segmentation fault."""
+    folder = render_job(small_job(plan={"max_length": 64}, training={"max_steps": 1}), tmp_path / "job")
+    done = run_python("-c", BROKEN, cwd=folder)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "broken layer" in json.loads((folder / "result.json").read_text())["error"]
+
+
 def test_a_launcher_that_ignores_the_plan_is_found_out(tmp_path):
     folder = render_job(fsdp2_job(max_length=64), tmp_path / "job")
     (folder / "on_cpu.py").write_text(ON_CPU)

@@ -63,7 +63,7 @@ class FirstStep(TrainerCallback):
 
         handles = (
             layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_hook(after, always_call=False),
+            layer.register_forward_hook(after, always_call=True),
         )
 
     def on_log(
