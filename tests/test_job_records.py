@@ -34,8 +34,9 @@ GIB = 1 << 30
 
 
 SHRINKING = """
-import json
+import json, sys
 import torch, measure
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 class Step(measure.StepRecorder):
     \"\"\"On a GPU whose allocator gave back, in the backward, what the forward had needed.\"\"\"
@@ -53,6 +54,10 @@ step = Step(None, tokens_per_step=1, on_gpu=True)
 step.cuda = step.parts.cuda = True
 step.steps.append({"step": 1})
 model, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+if "deepspeed" in sys.argv:
+    wrapped = object.__new__(DeepSpeedOptimizerWrapper)
+    wrapped.optimizer = optimizer
+    optimizer = wrapped
 step.on_step_begin(model=model, optimizer=optimizer)
 began = True
 step._mark("forward")
@@ -66,10 +71,41 @@ print(json.dumps([step.steps[-1]["peak_allocated_bytes"], step.steps[-1]["peak_r
 
 
 @pytest.mark.train
-def test_what_was_reserved_is_the_most_of_any_phase() -> None:
-    done = run_python("-c", SHRINKING, cwd=TEMPLATES)
+@pytest.mark.parametrize(
+    ("engine", "phases"),
+    [("torch", {"forward": 6, "backward": 8, "optimizer_step": 3}), ("deepspeed", {"forward": 6, "backward": 8})],
+)
+def test_what_was_reserved_is_the_most_of_any_phase(engine: str, phases: dict[str, int]) -> None:
+    """DeepSpeed's update is over when its backward returns."""
+    done = run_python("-c", SHRINKING, engine, cwd=TEMPLATES)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [8, 9, {"forward": 6, "backward": 8, "optimizer_step": 3}]
+    assert json.loads(done.stdout) == [8, 9, phases]
+
+
+SHARDED = """
+import torch, measure
+
+class OnGpu:  # as much of a tensor as is asked for
+    device = torch.device("cuda")
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+    def untyped_storage(self):
+        return self
+    def data_ptr(self):
+        return id(self)
+    def nbytes(self):
+        return self.num_bytes
+
+empty, shard = OnGpu(1), OnGpu(64)
+empty.ds_tensor = shard
+assert measure.local_bytes([empty, OnGpu(8)]) == 72
+"""
+
+
+@pytest.mark.train
+def test_zero_3_keeps_its_shards_beside_the_parameters() -> None:
+    done = run_python("-c", SHARDED, cwd=TEMPLATES)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # --- events and result

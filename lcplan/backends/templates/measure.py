@@ -15,6 +15,7 @@ from typing import Any
 import journal
 import torch
 from accelerate.utils import gather_object
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from transformers import TrainerCallback
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
@@ -82,6 +83,8 @@ class StepRecorder(TrainerCallback):
         """Steps before a resume, as events."""
         self.parts = PhasePeaks(on_gpu=self.cuda)
         self._measures_parts = False
+        self._steps_in_backward = False
+        """DeepSpeed's engine updates the weights before its backward returns: no phase of its own."""
         self._started = 0.0
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -102,6 +105,7 @@ class StepRecorder(TrainerCallback):
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        self._steps_in_backward = isinstance(optimizer, DeepSpeedOptimizerWrapper)
         if self._measures_parts:
             self.parts.begin(model, optimizer)
         self._started = time.perf_counter()
@@ -114,7 +118,8 @@ class StepRecorder(TrainerCallback):
 
     def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
         """Called by the trainer after the optimizer."""
-        self._mark("optimizer_step")
+        if not self._steps_in_backward:
+            self._mark("optimizer_step")
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
         """Called by the trainer after the optimizer."""
@@ -209,6 +214,7 @@ def local_bytes(tensors: Any) -> int:
     """Bytes on the GPU, of a sharded tensor this rank's; shared memory counts once."""
     seen: dict[int, int] = {}
     for tensor in with_scales(tensors):
+        tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3's shard
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.device.type == "cuda":
             storage = local.untyped_storage()
