@@ -146,12 +146,12 @@ def test_recommend(lcplan) -> None:
     assert result.code == 0
     text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
-    kept = "--activation-checkpointing selective --offload-activations"
+    kept = "--activation-checkpointing selective --kernels liger --offload-activations"
     assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 {kept}"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
     answer = json.loads(lcplan("recommend", *goal, "--json").out)
     assert set(answer) >= {"schema_version", "goal", "plans", "searched", "binding"}
-    assert answer["plans"][0]["levers"][-2:] == ["offload-activations", "context-parallel"]
+    assert answer["plans"][0]["levers"][-3:] == ["offload-activations", "context-parallel", "fused-kernels"]
 
 
 def test_recommend_nothing_exits_1(lcplan) -> None:

@@ -105,7 +105,7 @@ def test_r04_offload_does_not_lower_a_peak_that_the_recomputation_sets() -> None
     assert stored.peak_allocated_bytes - moved.peak_allocated_bytes == inputs // 24
     gpu = load_gpu("h100-80gb").model_copy(update={"usable_bytes": 20 * GIB})
     levers = recommend(spec, Goal(max_length=8192, gpu=gpu.id, num_gpus=8), gpu).plans[0].levers
-    assert "activation-checkpointing" in levers
+    assert {"activation-checkpointing", "selective-checkpointing"} & set(levers)
     assert "offload-activations" not in levers
 
 
