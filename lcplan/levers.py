@@ -56,7 +56,7 @@ class Lever(Record):
 OFF: dict[str, Setting] = {
     "loss": {"loss": "full"},
     "checkpointing": {"activation_checkpointing": "none"},
-    "activations": {"offload_activations": False, "activation_offloading": False},
+    "activations": {"offload_activations": False, "offload_prefetch": False, "activation_offloading": False},
     "parameters": {"offload_params": False},
     "exchange": {"cp_comm_strategy": "allgather"},
     "mlp": {"mlp_tile_size": None},

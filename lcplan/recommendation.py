@@ -223,17 +223,16 @@ class _Search:
         Of equally simple ones the one that leaves most of the GPU free.
         """
         best: Candidate | None = None
-        last, limit = 0.0, self.prices.room
+        last, peak = float("inf"), 0
         for candidate in plans.candidates:
-            if best is not None and candidate.seconds_per_token > last:
+            if candidate.seconds_per_token > last:
                 break
-            if best is not None and candidate.num_levers > best.num_levers:
-                continue
-            alike = best is not None and candidate.num_levers == best.num_levers
-            if not self.prices.fits(candidate, limit - 1 if alike else self.prices.room):
-                continue
-            last = last or candidate.seconds_per_token * (1 + AS_FAST)
-            best, limit = candidate, self.prices.device_peak(candidate.plan)
+            limit = self.prices.room
+            if best is not None and candidate.num_levers >= best.num_levers:
+                limit = peak - 1
+            if (best is None or candidate.num_levers <= best.num_levers) and self.prices.fits(candidate, limit):
+                last = min(last, candidate.seconds_per_token * (1 + AS_FAST))  # the first that fits is the fastest
+                best, peak = candidate, self.prices.device_peak(candidate.plan)
         return best
 
     def _fewer_gpus(self, best: Candidate, plans: Lattice) -> str | None:

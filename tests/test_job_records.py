@@ -62,7 +62,7 @@ step.on_step_begin(model=model, optimizer=optimizer)
 began = True
 step._mark("forward")
 step.on_pre_optimizer_step(model=model)
-step.on_optimizer_step()
+step.on_optimizer_step(optimizer=optimizer)
 class State:
     global_step = 2
 step.on_step_end(None, State, None)

@@ -375,3 +375,14 @@ def test_longest_where_nothing_fits() -> None:
 )
 def test_instants_in_words(phase: str, words: str) -> None:
     assert instant_words(phase, 36) == words
+
+
+def test_a_prefetch_that_was_asked_for_is_a_lever_like_the_others() -> None:
+    """It goes where offload goes: neither the naive plan nor one without offload has it."""
+    answer = ask(load_model("Qwen/Qwen3-4B"), H100, max_length=2**17, fixed={**PLAIN, "offload_prefetch": True})
+    best = answer.plans[0]
+    assert best.plan.offload_prefetch
+    assert [step.lever for step in best.steps][-2:] == ["offload-activations", "offload-prefetch"]
+    why = dict(zip(best.levers, best.why, strict=True))
+    for lever in ("activation-checkpointing", "offload-activations", "offload-prefetch"):
+        assert "cannot be left out" not in why[lever]

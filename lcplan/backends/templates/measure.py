@@ -83,8 +83,6 @@ class StepRecorder(TrainerCallback):
         """Steps before a resume, as events."""
         self.parts = PhasePeaks(on_gpu=self.cuda)
         self._measures_parts = False
-        self._steps_in_backward = False
-        """DeepSpeed's engine updates the weights before its backward returns: no phase of its own."""
         self._started = 0.0
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -105,7 +103,6 @@ class StepRecorder(TrainerCallback):
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        self._steps_in_backward = isinstance(optimizer, DeepSpeedOptimizerWrapper)
         if self._measures_parts:
             self.parts.begin(model, optimizer)
         self._started = time.perf_counter()
@@ -116,9 +113,10 @@ class StepRecorder(TrainerCallback):
         if self._measures_parts:
             self.parts.gradients(model)
 
-    def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+    def on_optimizer_step(self, *_args: Any, optimizer: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer after the optimizer."""
-        if not self._steps_in_backward:
+        # DeepSpeed's engine updates the weights before its backward returns: no phase of its own
+        if not isinstance(optimizer, DeepSpeedOptimizerWrapper):
             self._mark("optimizer_step")
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
