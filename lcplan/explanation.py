@@ -147,7 +147,7 @@ def _reason(id: str, report: MemoryReport, beside: _Alternatives, units: ByteUni
     text += (
         f", which {'fits as well' if peak <= beside.prices.room else 'does not fit'}); {_price(beside.slower(bare))}"
     )
-    if id == "offload-activations":
+    if lever.dimension == "activations":
         text += f", and {format_bytes(report.host.pinned_bytes_per_node, units)} of pinned host memory a node"
     if id == "context-parallel":
         text += (

@@ -14,6 +14,7 @@ from lcplan.estimators.coverage import PLAIN_FAMILIES
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import resolve_rope
 from lcplan.train_plan import TrainPlan
+from lcplan.units import ceil_div
 
 Setting = dict[str, Any]
 """Plan fields that a lever sets."""
@@ -59,6 +60,7 @@ OFF: dict[str, Setting] = {
     "activations": {"offload_activations": False, "offload_prefetch": False, "activation_offloading": False},
     "parameters": {"offload_params": False},
     "exchange": {"cp_comm_strategy": "allgather"},
+    "ring-heads": {"cp_head_chunks": 1},
     "mlp": {"mlp_tile_size": None},
     "kernels": {"kernels": "none"},
     "optimizer": {"optim": "adamw_torch_fused"},
@@ -85,6 +87,23 @@ def _sizes(num_gpus: int, *, replicate: bool, context: bool) -> tuple[Setting, .
         if (cp > 1) == context and (context or (replicas > 1) == replicate)
         if replicas == 1 or num_gpus // replicas // cp > 1
     )
+
+
+def spacings(spec: ModelSpec) -> tuple[int, ...]:
+    """Every n above 1 that can be the best for a number of checkpointed layers.
+
+    Where all layers are alike that is the smallest: at any layer as many below it are checkpointed, or more.
+    """
+    every = range(2, spec.num_hidden_layers + 1)
+    if len(set(spec.layer_types)) > 1 or len(set(spec.layers)) > 1:
+        return tuple(every)
+    smallest = {ceil_div(spec.num_hidden_layers, n): n for n in reversed(every)}
+    return tuple(sorted(smallest.values()))
+
+
+def _each_key_head(spec: ModelSpec) -> tuple[Setting, ...]:
+    """One key/value head at a time: fewer parts need more memory, and hardly less time."""
+    return ({"cp_head_chunks": spec.num_key_value_heads},) if spec.num_key_value_heads > 1 else ()
 
 
 def _scales(spec: ModelSpec, plan: TrainPlan) -> bool:
@@ -131,8 +150,7 @@ LEVERS: tuple[Lever, ...] = (
         needs="transformers >= 5.17",
         dimension="checkpointing",
         settings=lambda spec, _gpus: tuple(
-            {"activation_checkpointing": "full", "checkpoint_every_n_layers": n}
-            for n in range(2, spec.num_hidden_layers + 1)
+            {"activation_checkpointing": "full", "checkpoint_every_n_layers": n} for n in spacings(spec)
         ),
         settings_alike=True,
         is_on=lambda _, plan: plan.activation_checkpointing == "full" and plan.checkpoint_every_n_layers > 1,
@@ -158,21 +176,21 @@ LEVERS: tuple[Lever, ...] = (
         costs="host memory (blocks rounded up to a power of two); copies that are about 1% of a step at 1M tokens",
         needs="transformers >= 5.17; host memory, about twice as much with selective-checkpointing",
         requires=(*CHECKPOINTING, "selective-checkpointing"),
-        excludes=("activation-offloading",),
+        excludes=("activation-offloading", "offload-prefetch"),
         dimension="activations",
-        settings=lambda _spec, _gpus: ({"offload_activations": True, "activation_offloading": False},),
-        is_on=lambda _, plan: plan.offload_activations,
+        settings=lambda _spec, _gpus: (OFF["activations"] | {"offload_activations": True},),
+        is_on=lambda _, plan: plan.offload_activations and not plan.offload_prefetch,
     ),
     Lever(
         id="offload-prefetch",
-        summary="Moves offloaded layer inputs on a stream of their own, back a layer ahead.",
-        changes="offload_prefetch",
-        costs="one more layer input on the GPU; the copies, which are seconds of a step, run beside the layers",
-        needs="host memory, in blocks that waste nothing",
-        requires=("offload-activations",),
-        excludes=("selective-checkpointing", "zero"),
-        dimension="prefetch",
-        not_searched="it saves under 1% of a long step; ask for it with --offload-prefetch",
+        summary="Moves the layer inputs to pinned host memory on a stream of their own, and back a layer ahead.",
+        changes="offload_activations, offload_prefetch",
+        costs="host memory, in blocks that waste nothing; one more layer input on the GPU",
+        needs="transformers >= 5.17; host memory",
+        requires=CHECKPOINTING,
+        excludes=("activation-offloading", "selective-checkpointing", "zero"),
+        dimension="activations",
+        settings=lambda _spec, _gpus: (OFF["activations"] | {"offload_activations": True, "offload_prefetch": True},),
         is_on=lambda _, plan: plan.offload_prefetch,
     ),
     Lever(
@@ -184,7 +202,7 @@ LEVERS: tuple[Lever, ...] = (
         requires=CHECKPOINTING,
         excludes=(*PARALLEL, "selective-checkpointing", "offload-activations"),
         dimension="activations",
-        settings=lambda _spec, _gpus: ({"activation_offloading": True, "offload_activations": False},),
+        settings=lambda _spec, _gpus: (OFF["activations"] | {"activation_offloading": True},),
         is_on=lambda _, plan: plan.activation_offloading,
     ),
     Lever(
@@ -246,11 +264,11 @@ LEVERS: tuple[Lever, ...] = (
         id="cp-head-chunks",
         summary="Lets ring attention go round once for each part of the heads, so that it holds those of one alone.",
         changes="cp_head_chunks",
-        costs="as many kernels and exchanges more, each smaller",
+        costs="as many kernels and exchanges more, each smaller: 2% of a step for eight parts where each has two heads",
         needs="a divisor of the key/value heads",
         requires=("context-parallel",),
         dimension="ring-heads",
-        not_searched="its exchanges between GPUs have not been timed; ask for it with --cp-head-chunks",
+        settings=lambda spec, _gpus: _each_key_head(spec),
         is_on=lambda _, plan: plan.cp_head_chunks > 1,
     ),
     Lever(

@@ -16,7 +16,7 @@ from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import formula, step_time
 from lcplan.estimators.coverage import check_covered
-from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, active_levers, conflict, divisors, excluded
+from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, active_levers, conflict, divisors, excluded, spacings
 from lcplan.model_spec import ModelSpec
 from lcplan.recommendation import AS_FAST, Goal, Recommendation, recommend
 from lcplan.rope import resolve_rope
@@ -48,8 +48,9 @@ def brute_force(spec: ModelSpec, gpu: GpuSpec, num_gpus: int, length: int) -> li
         ]  # fmt: skip
         for choice in product(
             sizes, checkpointing, ({}, {"offload_activations": True}, {"activation_offloading": True}),
-            ({}, {"offload_params": True}), ({}, {"cp_comm_strategy": "alltoall"}),
-            ({}, {"mlp_tile_size": TILE_SIZES[0]}), ({}, {"kernels": "liger"}),
+            ({}, {"offload_prefetch": True}), ({}, {"offload_params": True}), ({}, {"cp_comm_strategy": "alltoall"}),
+            ({}, {"cp_head_chunks": spec.num_key_value_heads}), ({}, {"mlp_tile_size": TILE_SIZES[0]}),
+            ({}, {"kernels": "liger"}),
         ):  # fmt: skip
             values: dict[str, Any] = {"max_length": length, "gpu": gpu.id, "num_gpus": count, "loss": "chunked"}
             for part in choice:
@@ -115,8 +116,8 @@ def test_what_plans_share_changes_no_price(length: int) -> None:
 def test_the_forward_phase_depends_on_nothing_that_its_key_leaves_out() -> None:
     spec = load_model("Qwen/Qwen3-4B")
     other = {
-        "cp_comm_strategy": "alltoall", "rope": "none", "host_memory_bytes": 1, "num_gpus": 64,
-        "gpus_per_node": 4, "dp_replicate_size": 3,
+        "cp_comm_strategy": "alltoall", "cp_head_chunks": 8, "offload_prefetch": True, "rope": "none",
+        "host_memory_bytes": 1, "num_gpus": 64, "gpus_per_node": 4, "dp_replicate_size": 3,
     }  # fmt: skip
     assert set(other) == FORWARD_IGNORES
     for candidate in random.Random(2).sample(lattice(spec, H100, (4,), 2**14, {}).candidates, 50):
@@ -134,6 +135,32 @@ def test_an_unfused_optimizer_is_never_smaller_nor_faster() -> None:
         assert fresh_peak(spec, unfused) >= fresh_peak(spec, candidate.plan)
         assert timer.seconds(unfused) >= timer.seconds(candidate.plan)
         assert formula.host_need(spec, unfused) == formula.host_need(spec, candidate.plan)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"offload_activations": True}, {"offload_activations": True, "offload_prefetch": True},
+        {"activation_offloading": True}, {"mlp_tile_size": 16_384}, {"kernels": "liger"},
+        {"num_gpus": 4, "cp_size": 4, "offload_activations": True}, {"num_gpus": 4, "offload_params": True},
+    ],
+)  # fmt: skip
+def test_of_spacings_with_as_many_checkpointed_layers_the_smallest_needs_least(given: dict[str, Any]) -> None:
+    """So the search leaves the others alone; where layers differ it tries all."""
+    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"):
+        spec = load_model(name)
+        best: dict[int, tuple[int, float]] = {}
+        for n in range(1, spec.num_hidden_layers + 1):
+            checkpointing = {"activation_checkpointing": "full", "checkpoint_every_n_layers": n}
+            values = {"gpu": H100.id, "max_length": 2**14, **checkpointing, **given}
+            plan, _ = resolve(spec, values, usual_gpus_per_node=8)
+            timer = step_time.StepTimer(spec, H100, ordering_rates(H100))
+            found = fresh_peak(spec, plan), timer.seconds(plan)
+            number = -(-spec.num_hidden_layers // n)
+            assert n == 1 or (n in spacings(spec)) == (number not in best)
+            assert best.setdefault(number, found) <= found
+            assert best[number][1] == found[1]
+    assert spacings(load_model("openai/gpt-oss-20b")) == tuple(range(2, 25))
 
 
 def test_a_refusal_names_what_was_asked_not_what_the_search_put_in() -> None:

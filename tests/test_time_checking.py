@@ -74,7 +74,7 @@ def test_the_command(lcplan: Callable[..., Outcome]) -> None:
     result = lcplan("check", "--time")
     assert result.code == 0
     text = " ".join(result.out.split())
-    assert "no time drifts: 45 times checked" in text
+    assert "no time drifts: 50 times checked" in text
     assert "model and offload are assumed" in text
     report = json.loads(lcplan("check", "--time", "--json").out)
     assert report["passed"]

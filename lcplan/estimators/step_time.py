@@ -40,6 +40,12 @@ RING_MERGE, RING_ENDS, RING_DQ, RING_DKV = 38, 12, 10, 44
 RING_EXCHANGE = 20
 """Bytes a token and key entry that go round the ring: keys and values three times in bf16 (forward, recomputation,
 backward), their gradients once in float32 (torch 2.13 context_parallel/_attention.py)."""
+HEAD_CHUNK_COPIES = 4
+"""Bytes a token and entry of what a part of the heads gives, read and written into the tensor for all of them
+(lcplan/backends/templates/ring_attention.py)."""
+HEAD_CHUNK_ROWS = 2_300
+"""Queries of one head whose time each further kernel takes, since its last blocks leave the GPU half empty: rows m366
+and m367, alike but for eight parts, are 0.195 s apart in 1,176 such kernels, 0.015 s of it copies."""
 TILE_COPIES = 8
 """Bytes a token and hidden entry of a tiled MLP: each tile's output, and the gradient of its input, copied into one
 tensor for all (lcplan/backends/templates/tiling.py)."""
@@ -170,6 +176,24 @@ def ring_bytes(*, query_size: int, key_size: int, cp_size: int, recomputed: floa
     return (1 + recomputed) * forward + RING_DQ * (1 + cp_size) * query_size + RING_DKV * cp_size * key_size
 
 
+def head_chunk_bytes(*, query_size: int, key_size: int, recomputed: float) -> float:
+    """Memory traffic of one token and layer in putting the parts of the heads together.
+
+    Formula: ``4*((1 + r)*h*d + h*d + 2*k*d)``
+    Source: lcplan/backends/templates/ring_attention.py
+    """
+    return HEAD_CHUNK_COPIES * ((2 + recomputed) * query_size + 2 * key_size)
+
+
+def head_chunk_flops(*, tokens: int, head_dim: int, cp_size: int, chunks: int, recomputed: float) -> float:
+    """What ring attention in parts of the heads could have done in one layer while its further kernels end.
+
+    Formula: ``(2 + r) * C * (G-1) * 2300 * 4*T*d``
+    Source: HEAD_CHUNK_ROWS
+    """
+    return (2 + recomputed) * cp_size * (chunks - 1) * HEAD_CHUNK_ROWS * 4 * tokens * head_dim
+
+
 def refusal(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec) -> str | None:
     """Why the plan has no step time; None where it has one."""
     rates = gpu.kernel_rates
@@ -284,11 +308,13 @@ class StepTimer:
         key = (
             plan.max_length, plan.per_device_train_batch_size, plan.cp_size, plan.sp_size, plan.loss, plan.dtype,
             plan.activation_checkpointing, plan.checkpoint_every_n_layers, plan.lora_r, plan.lora_target_modules,
-            plan.backend, plan.mlp_tile_size, plan.kernels,
+            plan.backend, plan.mlp_tile_size, plan.kernels, plan.cp_head_chunks,
         )  # fmt: skip
         if key not in self._known:
             recomputed, kept = self._recomputed(plan)
             ring = ring_bytes(query_size=self.query, key_size=self.key, cp_size=plan.cp_size, recomputed=kept)
+            if plan.cp_head_chunks > 1:
+                ring += head_chunk_bytes(query_size=self.query, key_size=self.key, recomputed=kept)
             self._known[key] = Work(
                 attention=self._attention_seconds(plan, kept),
                 linear=self._linear_seconds(plan, recomputed),
@@ -322,7 +348,12 @@ class StepTimer:
         spec = self.spec
         one = attention_flops(length=plan.max_length, heads=spec.num_attention_heads, head_dim=spec.head_dim)
         flops = one * spec.num_hidden_layers * plan.per_device_train_batch_size / (plan.cp_size * plan.sp_size)
-        return (1 + recomputed) * flops / self.forward_flops + ATTENTION_BACKWARD * flops / self.backward_flops
+        idle = spec.num_hidden_layers * head_chunk_flops(
+            tokens=plan.tokens_per_rank, head_dim=spec.head_dim, cp_size=plan.cp_size, chunks=plan.cp_head_chunks,
+            recomputed=recomputed,
+        )  # fmt: skip
+        forward = (1 + recomputed) * flops + idle
+        return forward / self.forward_flops + ATTENTION_BACKWARD * flops / self.backward_flops
 
     def _linear_seconds(self, plan: TrainPlan, recomputed: float) -> float:
         backward = 1 if plan.lora_r else 2
