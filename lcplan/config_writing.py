@@ -11,9 +11,13 @@ from lcplan.backends.accelerate_yaml import accelerate_config
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.model_spec import ModelSpec
 from lcplan.rope import position_limit, resolve_rope
-from lcplan.train_plan import TrainPlan
+from lcplan.train_plan import MAX_TOKENS, TrainPlan
 
 ACCELERATE_FILE, TRL_FILE = "accelerate.yaml", "sft.yaml"
+WRITABLE: dict[str, Any] = {
+    "mlp_tile_size": MAX_TOKENS, "kernels": "none", "offload_prefetch": False, "cp_head_chunks": 1,
+}  # fmt: skip
+"""Plan fields that keep a search to what TRL has keys for: one tile has all tokens."""
 
 
 def trl_values(spec: ModelSpec, plan: TrainPlan) -> dict[str, Any]:

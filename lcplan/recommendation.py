@@ -408,8 +408,8 @@ class _Search:
 
 SEARCHED = (
     "backend", "dp_replicate_size", "dp_shard_size", "cp_size", "cp_comm_strategy", "loss", "activation_checkpointing",
-    "checkpoint_every_n_layers", "offload_activations", "activation_offloading", "offload_params", "optim",
-    "mlp_tile_size", "kernels",
+    "checkpoint_every_n_layers", "offload_activations", "offload_prefetch", "activation_offloading", "offload_params",
+    "optim", "cp_head_chunks", "mlp_tile_size", "kernels",
 )  # fmt: skip
 """Plan fields that the search sets."""
 

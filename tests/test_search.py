@@ -18,7 +18,7 @@ from lcplan.estimators import formula, step_time
 from lcplan.estimators.coverage import check_covered
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, active_levers, conflict, divisors, excluded, spacings
 from lcplan.model_spec import ModelSpec
-from lcplan.recommendation import AS_FAST, Goal, Recommendation, recommend
+from lcplan.recommendation import AS_FAST, SEARCHED, Goal, Recommendation, recommend
 from lcplan.rope import resolve_rope
 from lcplan.search import FORWARD_IGNORES, Candidate, Prices, gpu_counts, lattice, ordering_rates
 from lcplan.train_plan import TrainPlan, resolve
@@ -168,6 +168,12 @@ def test_a_refusal_names_what_was_asked_not_what_the_search_put_in() -> None:
     refusals = lattice(load_model("Qwen/Qwen3-8B"), H100, (1,), 4096, fixed).refusals
     assert refusals
     assert not [refusal for refusal in refusals if "--kernels" in refusal.message or "--mlp-tile" in refusal.message]
+
+
+def test_what_a_lever_sets_is_known_as_searched() -> None:
+    """A preset's own value of such a field does not bind the search, and the table of plans has it."""
+    settings = [setting for lever in LEVERS for setting in lever.settings(load_model("Qwen/Qwen3-8B"), 8)]
+    assert {name for setting in (*settings, *OFF.values()) for name in setting} <= set(SEARCHED)
 
 
 def test_settings_that_are_called_alike_are_legal_alike() -> None:

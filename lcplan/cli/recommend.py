@@ -69,10 +69,10 @@ def command(
     Example: lcplan recommend Qwen/Qwen3-8B --max-length 1048576 --gpu h100-80gb --num-gpus 8
     """
     from lcplan.cli.output import check_choice, check_units, print_json
+    from lcplan.config_writing import WRITABLE
     from lcplan.hardware import load_gpu
     from lcplan.recommendation import SEARCHED, Goal, compare_gpus, recommend
     from lcplan.reports.terminal import print_recommendation
-    from lcplan.train_plan import MAX_TOKENS
     from lcplan.units import parse_bytes
 
     size_units = check_units(units)
@@ -81,8 +81,8 @@ def command(
     spec = read_spec(model, base, trust_remote_code=trust_remote_code)
     decided = {k: v for k, v in (base.plan if base else {}).items() if k not in SEARCHED}
     fixed = decided | given
-    if emit is not None:  # trl has no key for tiles (one has all tokens), and gives up that for kernels
-        fixed = {"mlp_tile_size": MAX_TOKENS, "kernels": "none"} | fixed
+    if emit is not None:
+        fixed = WRITABLE | fixed
     length = fixed.pop("max_length", None)
     if longest and "max_length" in given:
         raise InputError("two-lengths", "--longest looks for a length, --max-length gives one. Use one of them.")

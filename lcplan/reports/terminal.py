@@ -10,6 +10,7 @@ from rich.console import Console
 from lcplan.errors import InputError
 from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.reports.layout import Column, Terminal, print_table, say, say_command
+from lcplan.train_plan import MAX_TOKENS
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -398,9 +399,13 @@ def plan_words(plan: dict[str, Any]) -> str:
     kind = "no" if plan["activation_checkpointing"] == "none" else plan["activation_checkpointing"]
     words.append(kind + (f" every {every}" if every > 1 else "") + " checkpointing")
     words += [name.replace("_", " ") for name in ("offload_activations", "offload_params") if plan[name]]
+    if plan["offload_prefetch"]:
+        words.append("prefetch")
     if plan["activation_offloading"]:
         words.append("TRL's offload")
-    if plan["mlp_tile_size"] is not None:
+    if plan["cp_head_chunks"] > 1:
+        words.append(f"heads in {plan['cp_head_chunks']} parts")
+    if plan["mlp_tile_size"] not in (None, MAX_TOKENS):
         words.append("MLP in tiles")
     if plan["kernels"] == "liger":
         words.append("Liger's kernels")
