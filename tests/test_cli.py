@@ -155,7 +155,7 @@ def test_recommend(lcplan) -> None:
 
 
 def test_recommend_nothing_exits_1(lcplan) -> None:
-    result = lcplan("recommend", "Qwen/Qwen3-32B", "--max-length", "1Mi", "--gpu", "l40s", "--num-gpus", "8")
+    result = lcplan("recommend", "Qwen/Qwen3-32B", "--max-length", "4Mi", "--gpu", "l40s", "--num-gpus", "8")
     assert result.code == 1
     assert "NOTHING FITS" in result.out
 
