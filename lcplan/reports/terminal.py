@@ -403,6 +403,8 @@ def plan_words(plan: dict[str, Any]) -> str:
         words.append("prefetch")
     if plan["activation_offloading"]:
         words.append("TRL's offload")
+    if plan["cp_comm_strategy"] == "alltoall":
+        words.append("alltoall")
     if plan["cp_head_chunks"] > 1:
         words.append(f"heads in {plan['cp_head_chunks']} parts")
     if plan["mlp_tile_size"] not in (None, MAX_TOKENS):
