@@ -23,6 +23,7 @@ from lcplan.estimators import (
     evaluation,
     gradients,
     host,
+    layer_forward,
     lora,
     loss_head,
     moe,
@@ -114,7 +115,7 @@ class Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
-        self.spec, self.plan = spec, plan
+        self.spec, self.plan, self.rank = spec, plan, rank
         self._wide: dict[int, Alive] = {}
         self.fsdp = plan.backend == "fsdp2"
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
@@ -193,7 +194,7 @@ class Step:
             offloads_input=plan.offload_activations,
             ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
-            first_rank=self.first_rank,
+            cp_rank=self.rank,
             allgather=plan.cp_comm_strategy == "allgather",
             cp_head_chunks=plan.cp_head_chunks,
             cp_merge_bytes=weights.FP32_BYTES if plan.cp_merge_dtype == "float32" else weights.BF16_BYTES,
@@ -425,9 +426,13 @@ class Step:
         """Bf16 copies of float32 weights that layers keep which were not checkpointed."""
         if not self.float32 or self.every is not None:
             return {}
-        one = self.spec.layers[0].attention + 3 * self.spec.hidden_size * self.spec.intermediate_size
         item = weights.autocast_copies
-        return {item.key: item(layer_weight_parameters=num_layers * one)}
+        return {item.key: item(layer_weight_parameters=num_layers * self._cast_parameters)}
+
+    @property
+    def _cast_parameters(self) -> int:
+        """Parameters of one layer that autocast copies: all but the norms'."""
+        return self.spec.layers[0].attention + 3 * self.spec.hidden_size * self.spec.intermediate_size
 
     # Gradients
 
@@ -463,46 +468,130 @@ class Step:
     # Instants
 
     def forward(self) -> Alive:
-        """MLP of the last layer in the forward pass."""
-        spec = self.spec
-        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
-        alive |= self._masks(self.masks)
-        if self.plan.offload_activations:
-            alive = merge(alive, self._inputs(1))
-        if self.plan.keeps_attention_on_host and self.kinds[-1].recomputed:
-            alive = merge(alive, self._kept_outputs(1))  # on its way to the host
-        if not self.kinds[-1].recomputed and not self.float32:
-            norm = loss_head.final_norm_forward
-            wide = TRAITS[spec.model_type].wide_norms
-            alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
-        elif self.tile is not None:
-            forward = activations.tiled_forward
-            alive[forward.key] = forward(
-                tile=self.tile, tokens=self.tokens, hidden_size=spec.hidden_size,
-                intermediate_size=spec.intermediate_size,
-            )  # fmt: skip
-        elif self.every is not None and spec.moe is None:
-            alive[activations.mlp_forward.key] = activations.mlp_forward(
-                tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
-            )
-        if self.fsdp:
-            alive |= self._gathered(2, kept=self.layers)
-        return merge(alive, self.gradients(done=0, current=0))
+        """The forward pass of the model at its largest: in the last layer, or in the loss head."""
+        return max(self.forward_instants().values(), key=lambda alive: sum(alive.values()))
 
-    def loss(self) -> Alive:
-        """Backward of the loss head."""
-        spec, float32 = self.spec, self.float32
-        hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
-        sent = self.plan.activation_offloading
+    def forward_instants(self) -> dict[str, Alive]:
+        """Those instants of the forward pass that can be its largest, by name."""
+        last = self.kinds[-1]
+        found = self._last_layer() if last.recomputed else {"final_norm": self._final_norm_forward()}
+        if self.fsdp and not self.tied:
+            found["embedding"] = self._first_layer_gathered()
+        found["loss"] = self._loss_forward()
+        made = self.gradients(done=0, current=0)
+        return {name: merge(alive, made) for name, alive in found.items()}
+
+    def _layers_ran(self) -> Alive:
+        """What the layers keep when the last of them runs, and what the model's forward itself refers to."""
+        kept = self.kept_by_layers(self.layers, running=False)
+        alive = merge(self.step_wide(self.layers), kept, self._inputs(self._embedding_outputs()))
+        alive |= self._masks(self.masks)
+        return merge(alive, self._gathered(2, kept=self.layers + 1)) if self.fsdp else alive
+
+    def _embedding_outputs(self) -> int:
+        """One where the embedding's output, which the model's forward refers to until its end, is kept by no layer."""
+        recomputed = sum(kind.recomputed for kind in self.kinds)
+        if self.plan.offload_activations:
+            kept = not self.kinds[0].recomputed and self.saves_input
+        elif self.plan.activation_offloading:
+            kept = recomputed <= activations.TRL_STASHED_TENSORS
+        else:
+            kept = self.kinds[0].recomputed or self.saves_input
+        # a frozen embedding's output is counted where the layers' inputs are
+        is_leaf = not self.trains_embedding and not TRAITS[self.spec.model_type].scales_embedding
+        if is_leaf and (self.plan.offload_activations or self.plan.activation_offloading):
+            return -1 if kept else 0
+        return 0 if kept else 1
+
+    def _last_layer(self) -> dict[str, Alive]:
+        """Instants of the last layer, which is checkpointed."""
+        spec, shape = self.spec, self.shapes[self.kinds[-1]]
+        common = self._layers_ran()
+        if self.plan.offload_activations and self.layers > 1:
+            common = merge(common, self._inputs(1))
+        selective = self.plan.activation_checkpointing == "selective"
+        own_output = self._kept_outputs(1) if selective else {}
+        on_host = self.plan.keeps_attention_on_host
+        found = {}
+        for name, alive in layer_forward.instants(shape).items():
+            at_attention = name in layer_forward.BEFORE_OUTPUT
+            # of a layer's float32 weights those are cast that ran
+            left = spec.hidden_size * spec.intermediate_size * (3 if at_attention else 1)
+            found[name] = merge(common, alive, self._casts_in_forward(left))
+            if at_attention and not on_host:
+                found[name] = merge(found[name], times(own_output, -1))  # not there yet
+            elif on_host and not at_attention:
+                found[name] = merge(found[name], own_output)  # on its way to the host
+        return found
+
+    def _casts_in_forward(self, left: int) -> Alive:
+        """Bf16 copies that autocast keeps until the forward ends, but for ``left`` parameters that have yet to run."""
+        if self.float32:
+            item = weights.autocast_copies
+            return {item.key: item(layer_weight_parameters=self.layers * self._cast_parameters - left)}
+        if self.frozen and not (self.fsdp or self.quantised):
+            item = lora.weight_casts
+            down = {name: sides for name, sides in self.targets.items() if name == "down_proj"}
+            waiting = lora.adapter_parameters(down, self.plan.lora_r or 0) if left else 0
+            return {item.key: item(layer_parameters=self.trainable - waiting)}
+        return {}
+
+    def _final_norm_forward(self) -> Alive:
+        """Forward of the final norm, with all that a last layer keeps which is not checkpointed."""
+        norm, wide = loss_head.final_norm_forward, TRAITS[self.spec.model_type].wide_norms
+        size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size}
+        own = {norm.key: norm(wide=wide, float32=self.float32, **size)}
+        return merge(self._layers_ran(), own, self._casts_in_forward(0))
+
+    def _first_layer_gathered(self) -> Alive:
+        """The first layer's weights, the second's on their way, and the embedding's table, which has just been used."""
+        alive = merge(self.step_wide(self.layers), self._gathered(2, kept=2), self._inputs(1))
+        return alive | self._gathered_embedding()
+
+    def _loss_forward(self) -> Alive:
+        """Forward of the loss head; that of TRL 1.13's loss in chunks is its norm alone."""
+        spec, tokens = self.spec, self.tokens
+        alive = merge(self._at_the_head(frozen=self.frozen), self._casts_in_forward(0))
+        if self.fsdp:
+            alive = merge(alive, self._gathered_after_forward(prefetched=0))
+        size = {"hidden_size": spec.hidden_size, "dtype_bytes": self.compute_bytes}
+        if self.plan.loss == "full":
+            full = loss_head.full_logits_forward
+            alive[full.key] = full(tokens=tokens, vocab_size=spec.vocab_size, **size)
+        elif self.plan.loss == "chunked":
+            item, scored = loss_head.forward, math.ceil(tokens * self.plan.scored_fraction)
+            alive[item.key] = item(tokens=tokens, scored=scored, **size)
+            alive |= self._logits_tile(scored)
+        return alive
+
+    def _at_the_head(self, *, frozen: bool) -> Alive:
+        """What the layers keep when all ran, and what the final norm saves; a ``frozen`` one saves less."""
+        tokens, hidden = self.tokens, self.spec.hidden_size
         kept = self.kept_by_layers(self.layers, running=False, stashed=0)
         alive = merge(self.step_wide(self.layers), kept)
         norm, fused = loss_head.final_norm, loss_head.fused_norm
-        wide = float32 or TRAITS[spec.model_type].wide_norms
+        wide = self.float32 or TRAITS[self.spec.model_type].wide_norms
         if self.fused:
             alive[fused.key] = fused(tokens=tokens, hidden_size=hidden)
         else:
-            alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
+            alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=frozen)
+        return alive
+
+    def _logits_tile(self, scored: int) -> Alive:
+        """The one tile of logits that a chunked loss holds, with the casts of what makes it."""
+        tile, casts = loss_head.logits_tile, loss_head.casts
+        alive = {tile.key: tile(tokens=scored)}
+        if self.float32:
+            sizes = {"hidden_size": self.spec.hidden_size, "vocab_size": self.spec.vocab_size}
+            alive[casts.key] = casts(tokens=self.tokens, **sizes)
+        return alive
+
+    def loss(self) -> Alive:
+        """Backward of the loss head."""
+        spec = self.spec
+        hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
+        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
+        alive = self._at_the_head(frozen=self.frozen or self.plan.activation_offloading)
         if self.fsdp:
             alive |= self._gathered_at_the_head()
         if self.plan.loss == "full":
@@ -516,10 +605,8 @@ class Step:
             alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=scored, hidden_size=hidden)
             if self.trains_head:
                 gradient = loss_head.weight_gradient
-                alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
-            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
-            if float32:
-                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden, vocab_size=vocab)
+                alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=self.float32)
+            alive |= self._logits_tile(scored)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
     def final_norm(self) -> Alive:

@@ -117,7 +117,8 @@ class LayerShape:
     """The layer's own input waits on the host."""
     ring_copies_output: bool
     cp_size: int
-    first_rank: bool
+    cp_rank: int
+    """This rank's place among those that share a sequence."""
     allgather: bool
     cp_head_chunks: int
     """Parts of the heads that ring attention takes in turn."""
@@ -553,7 +554,7 @@ def _attention_backward(shape: LayerShape) -> Alive:
                 cp_size=shape.cp_size, allgather=shape.allgather, head_chunks=shape.cp_head_chunks,
             ),
             ring.key: ring(
-                first_rank=shape.first_rank, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes
+                first_rank=shape.cp_rank == 0, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes
             ),
         }  # fmt: skip
     elif shape.flash:

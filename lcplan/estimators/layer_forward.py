@@ -1,0 +1,102 @@
+"""The forward of one decoder layer: what is alive at those of its instants that can be its largest.
+
+A checkpointed layer saves nothing, so an instant holds what the layer's own code still refers to. The layer's input is
+not counted: it is among what checkpointing keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lcplan.estimators import activations, attention, lora, moe, weights
+from lcplan.estimators.layer import Alive, LayerShape
+
+BEFORE_OUTPUT = ("queries", "attention")
+"""Instants before attention has an output."""
+
+
+def instants(shape: LayerShape) -> dict[str, Alive]:
+    """Instants of a checkpointed layer's forward, by name."""
+    found = {"mlp": _mlp(shape)}
+    if shape.attention != "kernel" or shape.cp_size > 1:
+        found["attention"] = _attention(shape)
+    if not shape.fused:
+        found |= {"queries": _queries(shape), "norm": _norm(shape)}
+    return found
+
+
+def _dtype_bytes(shape: LayerShape) -> int:
+    return weights.FP32_BYTES if shape.float32 else weights.BF16_BYTES
+
+
+def _normed_input(shape: LayerShape) -> int:
+    """Elements of bf16 a token that attention's normed input takes: twice as many in float32 training."""
+    return shape.spec.hidden_size * _dtype_bytes(shape) // weights.BF16_BYTES if shape.traits.feeding_norms else 0
+
+
+def _queries(shape: LayerShape) -> Alive:
+    """Norm and rotation of the queries."""
+    item, wide = attention.forward, shape.float32 or (shape.traits.wide_rotary and not shape.casts_rotary)
+    sizes = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
+    return {item.key: item(qk_norm=shape.spec.qk_norm == "head", wide_rotary=wide, **sizes)}
+
+
+def _attention(shape: LayerShape) -> Alive:
+    """Attention that holds more than its kernel's arguments and results."""
+    sizes: dict[str, Any] = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
+    rows = {"row_tokens": shape.row_tokens, "repeated_heads": shape.repeated_heads}
+    eager, masked, ring = attention.eager_forward, attention.masked_forward, attention.ring_forward
+    if shape.attention == "eager":
+        alive = {eager.key: eager(sinks=shape.traits.sinks, **rows, **sizes)}
+    elif shape.attention == "masked":
+        alive = {masked.key: masked(**rows, **sizes)}
+    else:
+        alive = {
+            ring.key: ring(
+                cp_size=shape.cp_size, cp_rank=shape.cp_rank, allgather=shape.allgather,
+                head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes,
+            )
+        }  # fmt: skip
+    if shape.traits.fused_qkv and not shape.copies_values:
+        alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=shape.tokens, **shape.heads)
+    return alive
+
+
+def _norm(shape: LayerShape) -> Alive:
+    """The norm before the MLP with the mid-layer sum, or the one behind it with that and the MLP's output."""
+    norm = activations.norm_forward
+    hidden_states = 2 if shape.traits.closing_norms else 1
+    sizes = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size, "hidden_states": hidden_states}
+    return {norm.key: norm(float32=shape.float32, **sizes)}
+
+
+def _mlp(shape: LayerShape) -> Alive:
+    spec, targets = shape.spec, shape.lora_targets
+    sizes = {"tokens": shape.tokens, "hidden_size": spec.hidden_size}
+    if shape.moe is not None:
+        experts = moe.forward
+        weight_bytes = weights.FP32_BYTES if shape.traits.wide_routing else weights.BF16_BYTES
+        chosen, width = shape.moe.num_experts_per_tok, shape.moe.moe_intermediate_size
+        return {
+            experts.key: experts(
+                experts_per_token=chosen, expert_size=width, weight_bytes=weight_bytes,
+                biased=shape.traits.biased_experts, **sizes,
+            )
+        }  # fmt: skip
+    sizes["intermediate_size"] = spec.intermediate_size
+    if shape.lora_rank is not None and not targets.keys().isdisjoint(("up_proj", "down_proj")):
+        adapted = lora.mlp_forward
+        return {
+            adapted.key: adapted(
+                rank=shape.lora_rank, up="up_proj" in targets, down="down_proj" in targets,
+                wide=not shape.narrow_adapters, dropout=shape.lora_dropout, **sizes,
+            )
+        }  # fmt: skip
+    # the mid-layer sum, and where a norm feeds the MLP its output
+    hidden_states = 2 if shape.traits.feeding_norms else 1
+    fused = shape.traits.fused_mlp
+    if shape.tile is not None:
+        tiled = activations.tiled_forward
+        return {tiled.key: tiled(tile=shape.tile, hidden_states=hidden_states + 1, fused_projection=fused, **sizes)}
+    item, size = activations.mlp_forward, _dtype_bytes(shape)
+    return {item.key: item(hidden_states=hidden_states, dtype_bytes=size, fused_projection=fused, **sizes)}
