@@ -305,11 +305,12 @@ def mlp_tile_gradients(*, parameters: int) -> int:
 def tiled_forward(
     *, tile: int, tokens: int, hidden_size: int, intermediate_size: int, hidden_states: int, fused_projection: bool
 ) -> int:
-    """Forward of a tiled MLP without saving: n hidden states (residual, normed input, output), one tile and its output.
+    """Forward of a tiled MLP without saving: n hidden states (residual, normed input), a tile, the output so far.
 
+    Behind the first tile there are the whole output and the last tile's; the second may be smaller than the first.
     Where one projection makes gate and up (Phi, GLM) the gate stays as long as up does.
 
-    Formula: ``2*n*H*T + (2*H + 6*I)*N``; one projection: ``2*n*H*T + (2*H + 8*I)*N``
+    Formula: ``2*n*H*T + max(6*I*N, 6*I*min(N, T - N) + 2*H*N + 2*H*T)``; one projection: ``8*I`` for ``6*I``
     Live in: forward (checkpointed layers, tiles)
     Rounding: exact
     Ignores: nothing
@@ -317,7 +318,9 @@ def tiled_forward(
     Confidence: exact
     """
     inner = (8 if fused_projection else 6) * intermediate_size
-    return BF16_BYTES * hidden_states * hidden_size * tokens + (2 * hidden_size + inner) * tile
+    output = BF16_BYTES * hidden_size
+    later = inner * min(tile, tokens - tile) + output * (tile + tokens)
+    return output * hidden_states * tokens + max(inner * tile, later)
 
 
 @item("mlp.forward", "temporary")

@@ -293,23 +293,34 @@ def ring_backward(
 
 @item("attention.forward", "temporary")
 def forward(
-    *, tokens: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool, wide_rotary: bool, hidden_size: int
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    qk_norm: bool,
+    norms_rotated: bool,
+    wide_rotary: bool,
+    hidden_size: int,
 ) -> int:
     """Before the kernel, without saving: rotation of the queries, or their norm; beside them the layer's normed input.
 
     Rotating holds queries, two products and their sum, keys and values; the norm input and normed value in float32.
-    With float32 tables products and sum are float32. H is 0 where no norm feeds attention.
+    With float32 tables products and sum are float32. Of each head a part d' is rotated. H is 0 where no norm feeds
+    attention.
 
-    Formula: ``(8*h*d + 4*k*d + 2*H)*T``; float32 tables: ``(14*h*d + 4*k*d + 2*H)*T``; with query norms at least
-        ``(10*h*d + 8*h + 2*H)*T``
+    Formula: ``(2*h*d + 6*h*d' + 4*k*d + 2*H)*T``; float32 tables: ``12*h*d'`` for ``6*h*d'``; with query norms at least
+        ``(10*h*d + 8*h + 2*H)*T``, ``+ 4*k*d*T`` where they come after the rotation
     Live in: forward (checkpointed layers)
     Rounding: exact
-    Ignores: some bytes a token; rotation of a part of each head
+    Ignores: some bytes a token
     Source: transformers 5.24 apply_rotary_pos_emb, Qwen3Attention; traces of Qwen2, OLMo 2; row m367
     Confidence: exact
     """
-    rotated = (14 if wide_rotary else 8) * heads * head_dim + 4 * kv_heads * head_dim
-    normed = 10 * heads * head_dim + 8 * heads if qk_norm else 0
+    keys = 4 * kv_heads * head_dim
+    rotated = (2 * head_dim + (12 if wide_rotary else 6) * rotary_dim) * heads + keys
+    normed = 10 * heads * head_dim + 8 * heads + (keys if norms_rotated else 0) if qk_norm else 0
     return (max(rotated, normed) + 2 * hidden_size) * tokens
 
 
@@ -345,23 +356,40 @@ def eager_forward(
     kv_heads: int,
     repeated_heads: int,
     head_dim: int,
+    soft_capped: bool,
     sinks: bool,
     hidden_size: int,
 ) -> int:
     """Eager attention's softmax without saving: masked scores, in float32, probabilities; queries, keys, values, input.
 
-    With sinks (gpt-oss) all three are bf16, two of them one column wider, beside the largest score of each row.
+    With sinks (gpt-oss) all three are bf16, two of them one column wider, beside the largest score of each row. A layer
+    that is not checkpointed has saved its soft-capped scores (Gemma 2).
 
-    Formula: ``(10*h*L + 2*h*d + 4*r*d + 2*H)*T``; sinks: ``6*h*L + 4*h + 2*h`` for ``10*h*L``; r > k: ``+ 4*k*d*T``
-    Live in: forward (checkpointed layers, eager)
+    Formula: ``(10*h*L + 2*h*d + 4*r*d + 2*H)*T``; sinks: ``6*h*L + 6*h`` for ``10*h*L``; soft-capped: ``+ 2*h*L*T``;
+        r > k: ``+ 4*k*d*T``
+    Live in: forward (eager)
     Rounding: exact
     Ignores: nothing
     Source: transformers 5.24 eager_attention_forward of Llama, Gemma 2 and gpt-oss; traces
     Confidence: exact
     """
-    scores = 6 * row_tokens + 6 if sinks else 10 * row_tokens
+    scores = 6 * row_tokens + 6 if sinks else (12 if soft_capped else 10) * row_tokens
     keys = 4 * repeated_heads + (4 * kv_heads if repeated_heads > kv_heads else 0)
     return (heads * scores + (2 * heads + keys) * head_dim + 2 * hidden_size) * tokens
+
+
+@item("attention.eager_weights", "temporary")
+def eager_weights(*, tokens: int, row_tokens: int, heads: int, sinks: bool) -> int:
+    """Probabilities of eager attention, which a decoder layer's forward refers to until its end.
+
+    Formula: ``2*h*L*T``; sinks: ``2*h*(L + 1)*T``
+    Live in: forward (checkpointed layers, eager)
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 GptOssDecoderLayer, Gemma2DecoderLayer (``hidden_states, _ = self.self_attn(...)``); trace
+    Confidence: exact
+    """
+    return 2 * heads * (row_tokens + (1 if sinks else 0)) * tokens
 
 
 @item("attention.ring_forward", "temporary")

@@ -473,9 +473,8 @@ class Step:
 
     def forward_instants(self) -> dict[str, Alive]:
         """Those instants of the forward pass that can be its largest, by name."""
-        last = self.kinds[-1]
-        found = self._last_layer() if last.recomputed else {"final_norm": self._final_norm_forward()}
-        if self.fsdp and not self.tied:
+        found = self._last_layer() if self.kinds[-1].recomputed else self._last_layer_that_keeps()
+        if self.fsdp:
             found["embedding"] = self._first_layer_gathered()
         found["loss"] = self._loss_forward()
         made = self.gradients(done=0, current=0)
@@ -486,6 +485,10 @@ class Step:
         kept = self.kept_by_layers(self.layers, running=False)
         alive = merge(self.step_wide(self.layers), kept, self._inputs(self._embedding_outputs()))
         alive |= self._masks(self.masks)
+        if self.casts_rotary:
+            traits = TRAITS[self.spec.model_type]
+            number = len(set(self.spec.layer_types)) if traits.rotary_by_layer_type else 1
+            alive = merge(alive, self.rotary_tables(number, wide=True))
         return merge(alive, self._gathered(2, kept=self.layers + 1)) if self.fsdp else alive
 
     def _embedding_outputs(self) -> int:
@@ -536,24 +539,28 @@ class Step:
             return {item.key: item(layer_parameters=self.trainable - waiting)}
         return {}
 
-    def _final_norm_forward(self) -> Alive:
-        """Forward of the final norm, with all that a last layer keeps which is not checkpointed."""
+    def _last_layer_that_keeps(self) -> dict[str, Alive]:
+        """Instants of a last layer that is not checkpointed, and of the final norm behind it."""
         norm, wide = loss_head.final_norm_forward, TRAITS[self.spec.model_type].wide_norms
         size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size}
-        own = {norm.key: norm(wide=wide, float32=self.float32, **size)}
-        return merge(self._layers_ran(), own, self._casts_in_forward(0))
+        shape = self.shapes[self.kinds[-1]]
+        own = layer_forward.instants_that_keep(shape)
+        own["final_norm"] = merge(self.saved[self.kinds[-1]], {norm.key: norm(wide=wide, float32=self.float32, **size)})
+        common = merge(self._layers_ran(), times(self.saved[self.kinds[-1]], -1), self._casts_in_forward(0))
+        return {name: merge(common, alive) for name, alive in own.items()}
 
     def _first_layer_gathered(self) -> Alive:
         """The first layer's weights, the second's on their way, and the embedding's table, which has just been used."""
         alive = merge(self.step_wide(self.layers), self._gathered(2, kept=2), self._inputs(1))
-        return alive | self._gathered_embedding()
+        # a tied table is whole twice: in the buffer that it was gathered into, and out of it for the whole step
+        return merge(alive, self._gathered_head()) if self.tied else alive | self._gathered_embedding()
 
     def _loss_forward(self) -> Alive:
         """Forward of the loss head; that of TRL 1.13's loss in chunks is its norm alone."""
         spec, tokens = self.spec, self.tokens
         alive = merge(self._at_the_head(frozen=self.frozen), self._casts_in_forward(0))
         if self.fsdp:
-            alive = merge(alive, self._gathered_after_forward(prefetched=0))
+            alive = merge(alive, self._gathered_at_the_loss())
         size = {"hidden_size": spec.hidden_size, "dtype_bytes": self.compute_bytes}
         if self.plan.loss == "full":
             full = loss_head.full_logits_forward
@@ -654,9 +661,20 @@ class Step:
             alive[packed.key] = packed(linear_parameters=linears, num_layers=num_layers)
         return alive
 
-    def _gathered_after_forward(self, *, prefetched: int) -> Alive:
+    def _gathered_head(self) -> Alive:
         item = weights.gathered_head
-        return {item.key: item(head_parameters=self.head)} | self._gathered(prefetched, kept=self.layers)
+        return {item.key: item(head_parameters=self.head)}
+
+    def _gathered_after_forward(self, *, prefetched: int) -> Alive:
+        return self._gathered_head() | self._gathered(prefetched, kept=self.layers)
+
+    def _gathered_at_the_loss(self) -> Alive:
+        """In the loss's forward the head and the buffer that it was gathered into, or still the last layer's buffer."""
+        if self.tied:
+            return self._gathered(1, kept=self.layers + 1)
+        if self.frozen:
+            return merge(self._gathered_head(), self._gathered(1, kept=self.layers + 1))
+        return merge(self._gathered_head(), self._gathered_head(), self._gathered(0, kept=self.layers))
 
     def _gathered_at_the_head(self) -> Alive:
         # accelerate does not find peft's final norm: it stays with the root, which prefetches the last layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lcplan.estimators import activations, attention, lora, moe, weights
-from lcplan.estimators.layer import Alive, LayerShape
+from lcplan.estimators.layer import Alive, LayerShape, before_scores, merge, own_tables, saved
 
 BEFORE_OUTPUT = ("queries", "attention")
 """Instants before attention has an output."""
@@ -22,6 +22,29 @@ def instants(shape: LayerShape) -> dict[str, Alive]:
         found["attention"] = _attention(shape)
     if not shape.fused:
         found |= {"queries": _queries(shape), "norm": _norm(shape)}
+    if shape.attention == "eager":  # the layer refers to the probabilities until its end
+        item = attention.eager_weights
+        kept = item(
+            tokens=shape.tokens, row_tokens=shape.row_tokens, heads=shape.spec.num_attention_heads,
+            sinks=shape.traits.sinks,
+        )  # fmt: skip
+        found |= {name: merge(found[name], {item.key: kept}) for name in ("mlp", "norm")}
+    return found
+
+
+def instants_that_keep(shape: LayerShape) -> dict[str, Alive]:
+    """Those of a layer that is not checkpointed, with what it has saved by then, that can be above its end."""
+    found = {}
+    if shape.attention == "eager":
+        # what of attention is the normed input has been saved, and as large is the layer's input, which has not
+        found["attention"] = merge(before_scores(shape), _attention(shape, keeps=True))
+    if shape.moe is not None:
+        item = moe.output_forward
+        weight_bytes = weights.FP32_BYTES if shape.traits.wide_routing else weights.BF16_BYTES
+        chosen = shape.moe.num_experts_per_tok
+        sizes = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size}
+        end = {item.key: item(experts_per_token=chosen, weight_bytes=weight_bytes, **sizes)}
+        found["experts"] = merge(saved(shape), end)
     return found
 
 
@@ -36,18 +59,22 @@ def _normed_input(shape: LayerShape) -> int:
 
 def _queries(shape: LayerShape) -> Alive:
     """Norm and rotation of the queries."""
-    item, wide = attention.forward, shape.float32 or (shape.traits.wide_rotary and not shape.casts_rotary)
+    spec, traits, item = shape.spec, shape.traits, attention.forward
+    wide = shape.float32 or (traits.wide_rotary and not shape.casts_rotary)
     sizes = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
-    return {item.key: item(qk_norm=shape.spec.qk_norm == "head", wide_rotary=wide, **sizes)}
+    rotary_dim = round(spec.head_dim * spec.rope.partial_rotary_factor)
+    qk_norm = spec.qk_norm == "head"
+    own = item(qk_norm=qk_norm, norms_rotated=traits.norms_rotated, wide_rotary=wide, rotary_dim=rotary_dim, **sizes)
+    return {item.key: own} | own_tables(shape)
 
 
-def _attention(shape: LayerShape) -> Alive:
+def _attention(shape: LayerShape, *, keeps: bool = False) -> Alive:
     """Attention that holds more than its kernel's arguments and results."""
     sizes: dict[str, Any] = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
     rows = {"row_tokens": shape.row_tokens, "repeated_heads": shape.repeated_heads}
     eager, masked, ring = attention.eager_forward, attention.masked_forward, attention.ring_forward
     if shape.attention == "eager":
-        alive = {eager.key: eager(sinks=shape.traits.sinks, **rows, **sizes)}
+        alive = {eager.key: eager(sinks=shape.traits.sinks, soft_capped=keeps and shape.traits.soft_caps_scores, **rows, **sizes)}
     elif shape.attention == "masked":
         alive = {masked.key: masked(**rows, **sizes)}
     else:
@@ -97,6 +124,6 @@ def _mlp(shape: LayerShape) -> Alive:
     fused = shape.traits.fused_mlp
     if shape.tile is not None:
         tiled = activations.tiled_forward
-        return {tiled.key: tiled(tile=shape.tile, hidden_states=hidden_states + 1, fused_projection=fused, **sizes)}
+        return {tiled.key: tiled(tile=shape.tile, hidden_states=hidden_states, fused_projection=fused, **sizes)}
     item, size = activations.mlp_forward, _dtype_bytes(shape)
     return {item.key: item(hidden_states=hidden_states, dtype_bytes=size, fused_projection=fused, **sizes)}
