@@ -22,9 +22,7 @@ from lcplan.train_plan import TrainPlan, resolve
 
 ORDER_BY = "h200"
 """GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
-FORWARD_IGNORES = frozenset(
-    ("cp_comm_strategy", "rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size")
-)
+FORWARD_IGNORES = frozenset(("rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size"))
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
 NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels"))
 """Levers that make nothing legal: a plan with them says less of why nothing is."""

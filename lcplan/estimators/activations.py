@@ -348,7 +348,7 @@ def mlp_forward(
     return (inner + hidden_states * dtype_bytes * hidden_size) * tokens
 
 
-@item("norm.forward", "temporary")
+@item("activations.norm_forward", "temporary")
 def norm_forward(*, tokens: int, hidden_size: int, hidden_states: int, float32: bool) -> int:
     """Forward of a layer's RMSNorm without saving: n hidden states, its input and its normed value in float32.
 

@@ -437,3 +437,21 @@ def ring_forward(
     if head_chunks > 1:
         whole += 2 * heads * head_dim + 4 * heads
     return whole * tokens + part
+
+
+@item("attention.ulysses_forward", "temporary")
+def ulysses_forward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, sp_size: int, hidden_size: int) -> int:
+    """End of attention under Ulysses, without saving: queries, keys, values and the normed input, each as it was.
+
+    Then those of this rank's heads for all tokens, its output, and the output of all heads for its own tokens as it
+    came and in its place; positions of all tokens twice. Key/value heads are repeated until every rank has one, k'.
+
+    Formula: ``(10*h*d + 4*k*d + 4*k'*d + 2*H + 16*S)*T`` on S ranks
+    Live in: forward (Ulysses, checkpointed layers)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py UlyssesSPAttentionHF; row m345
+    Confidence: exact
+    """
+    keys = 4 * (kv_heads + max(kv_heads, sp_size)) * head_dim
+    return (10 * heads * head_dim + keys + 2 * hidden_size + 2 * INT64_BYTES * sp_size) * tokens

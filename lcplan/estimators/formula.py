@@ -484,7 +484,8 @@ class Step:
         """What the layers keep when the last of them runs, and what the model's forward itself refers to."""
         kept = self.kept_by_layers(self.layers, running=False)
         alive = merge(self.step_wide(self.layers), kept, self._inputs(self._embedding_outputs()))
-        alive |= self._masks(self.masks)
+        if self.masks - {None}:
+            alive |= self._masks(self.masks)
         if self.casts_rotary:
             traits = TRAITS[self.spec.model_type]
             number = len(set(self.spec.layer_types)) if traits.rotary_by_layer_type else 1
@@ -533,10 +534,10 @@ class Step:
             item = weights.autocast_copies
             return {item.key: item(layer_weight_parameters=self.layers * self._cast_parameters - left)}
         if self.frozen and not (self.fsdp or self.quantised):
-            item = lora.weight_casts
+            casts = lora.weight_casts
             down = {name: sides for name, sides in self.targets.items() if name == "down_proj"}
             waiting = lora.adapter_parameters(down, self.plan.lora_r or 0) if left else 0
-            return {item.key: item(layer_parameters=self.trainable - waiting)}
+            return {casts.key: casts(layer_parameters=self.trainable - waiting)}
         return {}
 
     def _last_layer_that_keeps(self) -> dict[str, Alive]:
@@ -568,7 +569,10 @@ class Step:
         elif self.plan.loss == "chunked":
             item, scored = loss_head.forward, math.ceil(tokens * self.plan.scored_fraction)
             alive[item.key] = item(tokens=tokens, scored=scored, **size)
-            alive |= self._logits_tile(scored)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
+            if self.float32:
+                cast = loss_head.casts_forward
+                alive[cast.key] = cast(tokens=tokens, hidden_size=spec.hidden_size, vocab_size=spec.vocab_size)
         return alive
 
     def _at_the_head(self, *, frozen: bool) -> Alive:
@@ -582,15 +586,6 @@ class Step:
             alive[fused.key] = fused(tokens=tokens, hidden_size=hidden)
         else:
             alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=frozen)
-        return alive
-
-    def _logits_tile(self, scored: int) -> Alive:
-        """The one tile of logits that a chunked loss holds, with the casts of what makes it."""
-        tile, casts = loss_head.logits_tile, loss_head.casts
-        alive = {tile.key: tile(tokens=scored)}
-        if self.float32:
-            sizes = {"hidden_size": self.spec.hidden_size, "vocab_size": self.spec.vocab_size}
-            alive[casts.key] = casts(tokens=self.tokens, **sizes)
         return alive
 
     def loss(self) -> Alive:
@@ -613,7 +608,9 @@ class Step:
             if self.trains_head:
                 gradient = loss_head.weight_gradient
                 alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=self.float32)
-            alive |= self._logits_tile(scored)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
+            if self.float32:
+                alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden, vocab_size=vocab)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
     def final_norm(self) -> Alive:

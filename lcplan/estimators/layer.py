@@ -561,7 +561,8 @@ def _attention_backward(shape: LayerShape) -> Alive:
                 cp_size=shape.cp_size, allgather=shape.allgather, head_chunks=shape.cp_head_chunks,
             ),
             ring.key: ring(
-                first_rank=shape.cp_rank == 0, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes
+                first_rank=shape.cp_rank == 0, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes,
+                **sizes,
             ),
         }  # fmt: skip
     elif shape.flash:

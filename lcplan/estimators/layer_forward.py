@@ -18,7 +18,7 @@ BEFORE_OUTPUT = ("queries", "attention")
 def instants(shape: LayerShape) -> dict[str, Alive]:
     """Instants of a checkpointed layer's forward, by name."""
     found = {"mlp": _mlp(shape)}
-    if shape.attention != "kernel" or shape.cp_size > 1:
+    if shape.attention != "kernel" or shape.cp_size > 1 or shape.sp_size > 1:
         found["attention"] = _attention(shape)
     if not shape.fused:
         found |= {"queries": _queries(shape), "norm": _norm(shape)}
@@ -60,7 +60,8 @@ def _normed_input(shape: LayerShape) -> int:
 def _queries(shape: LayerShape) -> Alive:
     """Norm and rotation of the queries."""
     spec, traits, item = shape.spec, shape.traits, attention.forward
-    wide = shape.float32 or (traits.wide_rotary and not shape.casts_rotary)
+    # Ernie 4.5 rotates in float32 whatever the tables are
+    wide = shape.float32 or (traits.wide_rotary and (traits.interleaved_rotary or not shape.casts_rotary))
     sizes = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
     rotary_dim = round(spec.head_dim * spec.rope.partial_rotary_factor)
     qk_norm = spec.qk_norm == "head"
@@ -74,9 +75,16 @@ def _attention(shape: LayerShape, *, keeps: bool = False) -> Alive:
     rows = {"row_tokens": shape.row_tokens, "repeated_heads": shape.repeated_heads}
     eager, masked, ring = attention.eager_forward, attention.masked_forward, attention.ring_forward
     if shape.attention == "eager":
-        alive = {eager.key: eager(sinks=shape.traits.sinks, soft_capped=keeps and shape.traits.soft_caps_scores, **rows, **sizes)}
+        alive = {
+            eager.key: eager(
+                sinks=shape.traits.sinks, soft_capped=keeps and shape.traits.soft_caps_scores, **rows, **sizes
+            )
+        }
     elif shape.attention == "masked":
         alive = {masked.key: masked(**rows, **sizes)}
+    elif shape.sp_size > 1:
+        exchanged = attention.ulysses_forward
+        alive = {exchanged.key: exchanged(sp_size=shape.sp_size, **sizes)}
     else:
         alive = {
             ring.key: ring(
@@ -91,8 +99,10 @@ def _attention(shape: LayerShape, *, keeps: bool = False) -> Alive:
 
 def _norm(shape: LayerShape) -> Alive:
     """The norm before the MLP with the mid-layer sum, or the one behind it with that and the MLP's output."""
-    norm = activations.norm_forward
-    hidden_states = 2 if shape.traits.closing_norms else 1
+    norm, traits = activations.norm_forward, shape.traits
+    hidden_states = 2 if traits.closing_norms else 1
+    if traits.wide_norms and not traits.feeding_norms:  # OLMo's output is cast while the normed value is still there
+        hidden_states += 1
     sizes = {"tokens": shape.tokens, "hidden_size": shape.spec.hidden_size, "hidden_states": hidden_states}
     return {norm.key: norm(float32=shape.float32, **sizes)}
 

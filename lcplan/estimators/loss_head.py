@@ -178,6 +178,20 @@ def casts(*, tokens: int, hidden_size: int, vocab_size: int) -> int:
     return BF16_BYTES * hidden_size * (head + min(tokens, TOKENS_PER_TILE))
 
 
+@item("loss_head.casts_forward", "temporary")
+def casts_forward(*, tokens: int, hidden_size: int, vocab_size: int) -> int:
+    """Bf16 casts of one tile of a float32 head, and of one tile's hidden states.
+
+    Formula: ``2*min(V, 32768)*H + 2*min(T, 4096)*H``
+    Live in: forward (float32 weights on one GPU)
+    Rounding: exact
+    Ignores: nothing
+    Source: trl 1.16 ChunkedLogProbFunction.forward; traces in float32
+    Confidence: exact
+    """
+    return BF16_BYTES * hidden_size * (min(vocab_size, VOCAB_PER_TILE) + min(tokens, TOKENS_PER_TILE))
+
+
 @item("loss_head.chunks_of_rows", "temporary")
 def chunks_of_rows(*, tokens: int, vocab_size: int, hidden_size: int) -> int:
     """TRL 1.13's loss, checkpointed in chunks of 256 rows: sorted hidden states, their gradient, order and labels.
