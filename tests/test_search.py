@@ -114,10 +114,7 @@ def test_what_plans_share_changes_no_price(length: int) -> None:
 
 def test_the_forward_phase_depends_on_nothing_that_its_key_leaves_out() -> None:
     spec = load_model("Qwen/Qwen3-4B")
-    other = {
-        "cp_comm_strategy": "alltoall", "rope": "none", "host_memory_bytes": 1, "num_gpus": 64,
-        "gpus_per_node": 4, "dp_replicate_size": 3,
-    }  # fmt: skip
+    other = {"rope": "none", "host_memory_bytes": 1, "num_gpus": 64, "gpus_per_node": 4, "dp_replicate_size": 3}
     assert set(other) == FORWARD_IGNORES
     for candidate in random.Random(2).sample(lattice(spec, H100, (4,), 2**14, {}).candidates, 50):
         fused = {"adamw_torch": "adamw_torch_fused", "adamw_torch_fused": "adamw_torch"}

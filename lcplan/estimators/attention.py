@@ -302,16 +302,19 @@ def forward(
     qk_norm: bool,
     norms_rotated: bool,
     wide_rotary: bool,
+    fused_qkv: bool,
     hidden_size: int,
 ) -> int:
-    """Before the kernel, without saving: rotation of the queries, or their norm; beside them the layer's normed input.
+    """Around the kernel, without saving: rotation of the queries, or their norm; beside them the layer's normed input.
 
     Rotating holds queries, two products and their sum, keys and values; the norm input and normed value in float32.
-    With float32 tables products and sum are float32. Of each head a part d' is rotated. H is 0 where no norm feeds
+    With float32 tables products and sum are float32. Of each head a part d' is rotated. A fused projection (Phi) stays
+    as long as its values do, beside rotated queries and keys, output and its copy. H is 0 where no norm feeds
     attention.
 
     Formula: ``(2*h*d + 6*h*d' + 4*k*d + 2*H)*T``; float32 tables: ``12*h*d'`` for ``6*h*d'``; with query norms at least
-        ``(10*h*d + 8*h + 2*H)*T``, ``+ 4*k*d*T`` where they come after the rotation
+        ``(10*h*d + 8*h + 2*H)*T``, ``+ 4*k*d*T`` where they come after the rotation; fused projection: at least
+        ``(8*h*d + 6*k*d + 2*H)*T``
     Live in: forward (checkpointed layers)
     Rounding: exact
     Ignores: some bytes a token
@@ -321,7 +324,8 @@ def forward(
     keys = 4 * kv_heads * head_dim
     rotated = (2 * head_dim + (12 if wide_rotary else 6) * rotary_dim) * heads + keys
     normed = 10 * heads * head_dim + 8 * heads + (keys if norms_rotated else 0) if qk_norm else 0
-    return (max(rotated, normed) + 2 * hidden_size) * tokens
+    copied = (8 * heads + 6 * kv_heads) * head_dim if fused_qkv else 0
+    return (max(rotated, normed, copied) + 2 * hidden_size) * tokens
 
 
 @item("attention.masked_forward", "temporary")
@@ -422,7 +426,7 @@ def ring_forward(
         12 on rank 1, 14 on the others
     Live in: forward (context parallelism, checkpointed layers)
     Rounding: exact
-    Ignores: nothing
+    Ignores: that the last step has no next keys and values, where it is the largest (alltoall, bfloat16, C = 3)
     Source: torch 2.11-2.13 _templated_ring_attention, _SDPAMerger; traces with cp 2 and 4; rows m346 and m366
     Confidence: exact
     """

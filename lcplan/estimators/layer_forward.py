@@ -65,7 +65,8 @@ def _queries(shape: LayerShape) -> Alive:
     sizes = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
     rotary_dim = round(spec.head_dim * spec.rope.partial_rotary_factor)
     qk_norm = spec.qk_norm == "head"
-    own = item(qk_norm=qk_norm, norms_rotated=traits.norms_rotated, wide_rotary=wide, rotary_dim=rotary_dim, **sizes)
+    how = {"norms_rotated": traits.norms_rotated, "wide_rotary": wide, "fused_qkv": traits.fused_qkv}
+    own = item(qk_norm=qk_norm, rotary_dim=rotary_dim, **how, **sizes)
     return {item.key: own} | own_tables(shape)
 
 
@@ -121,14 +122,11 @@ def _mlp(shape: LayerShape) -> Alive:
             )
         }  # fmt: skip
     sizes["intermediate_size"] = spec.intermediate_size
-    if shape.lora_rank is not None and not targets.keys().isdisjoint(("up_proj", "down_proj")):
+    if shape.lora_rank is not None:
         adapted = lora.mlp_forward
-        return {
-            adapted.key: adapted(
-                rank=shape.lora_rank, up="up_proj" in targets, down="down_proj" in targets,
-                wide=not shape.narrow_adapters, dropout=shape.lora_dropout, **sizes,
-            )
-        }  # fmt: skip
+        at = {name: f"{name}_proj" in targets for name in ("gate", "up", "down")}
+        wide, dropout = not shape.narrow_adapters, shape.lora_dropout
+        return {adapted.key: adapted(rank=shape.lora_rank, wide=wide, dropout=dropout, **at, **sizes)}
     # the mid-layer sum, and where a norm feeds the MLP its output
     hidden_states = 2 if shape.traits.feeding_norms else 1
     fused = shape.traits.fused_mlp

@@ -24,7 +24,7 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) ->
     """What the final RMSNorm saves.
 
     Formula: ``(6*H + 4)*T``; float32: ``(8*H + 4)*T``; frozen: ``(4*H + 4)*T``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: allocator trace of Qwen3-4B without checkpointing; transformers 5.24 Qwen3RMSNorm
@@ -39,7 +39,7 @@ def fused_norm(*, tokens: int, hidden_size: int) -> int:
     """What Liger's final RMSNorm saves: input, reciprocal root.
 
     Formula: ``(2*H + 4)*T``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: liger-kernel 0.8.5 ops/rms_norm.py LigerRMSNormFunction
@@ -153,7 +153,7 @@ def logits_tile(*, tokens: int) -> int:
     """The only logits that a chunked loss ever holds.
 
     Formula: ``2 * min(T, 4096) * 32768``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: trl 1.16 kernels/chunked_logprob.py; allocator traces
