@@ -62,7 +62,7 @@ def _queries(shape: LayerShape) -> Alive:
     spec, traits, item = shape.spec, shape.traits, attention.forward
     # Ernie 4.5 rotates in float32 whatever the tables are
     wide = shape.float32 or (traits.wide_rotary and (traits.interleaved_rotary or not shape.casts_rotary))
-    sizes = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
+    sizes: dict[str, Any] = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
     rotary_dim = round(spec.head_dim * spec.rope.partial_rotary_factor)
     qk_norm = spec.qk_norm == "head"
     how = {"norms_rotated": traits.norms_rotated, "wide_rotary": wide, "fused_qkv": traits.fused_qkv}
@@ -110,7 +110,7 @@ def _norm(shape: LayerShape) -> Alive:
 
 def _mlp(shape: LayerShape) -> Alive:
     spec, targets = shape.spec, shape.lora_targets
-    sizes = {"tokens": shape.tokens, "hidden_size": spec.hidden_size}
+    sizes: dict[str, Any] = {"tokens": shape.tokens, "hidden_size": spec.hidden_size}
     if shape.moe is not None:
         experts = moe.forward
         weight_bytes = weights.FP32_BYTES if shape.traits.wide_routing else weights.BF16_BYTES
