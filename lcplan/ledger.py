@@ -23,7 +23,7 @@ Confidence = Literal["exact", "modelled", "fitted"]
 SCHEMA_VERSION = 1
 DEVICE = "device"
 PHASE_HELP = {
-    "forward": "MLP of the last layer in the forward pass; all stored layer inputs are there",
+    "forward": "the forward pass at its largest: in the last layer, with all stored layer inputs, or in the loss head",
     "loss": "backward of the loss head",
     "final_norm": "backward of the final norm, when the head's gradient is there",
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",

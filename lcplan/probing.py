@@ -126,11 +126,11 @@ def _added_by(spec: ModelSpec, cut: ModelSpec, plan: TrainPlan, rank: int) -> di
     """Bytes that the layers which were not measured add to each phase."""
     if cut is spec:
         return {}
-    whole, part = (_of_phases(formula.instants(each, plan, rank=rank).totals()) for each in (spec, cut))
+    whole, part = (of_phases(formula.instants(each, plan, rank=rank).totals()) for each in (spec, cut))
     return {phase: whole[phase] - part[phase] for phase in whole}
 
 
-def _of_phases(totals: Mapping[str, int]) -> dict[str, int]:
+def of_phases(totals: Mapping[str, int]) -> dict[str, int]:
     """The formulas' largest total within each phase that a probe tells apart."""
     others = ("forward", "optimizer_step", "save")
     backward = [size for phase, size in totals.items() if phase not in others and not phase.startswith("evaluation")]
@@ -273,7 +273,7 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
         instants = formula.instants(spec, plan, rank=rank)
     except PlanError:
         return ()
-    totals, step = _of_phases(instants.totals()), instants.phases["optimizer_step"]
+    totals, step = of_phases(instants.totals()), instants.phases["optimizer_step"]
     states = sum(size for key, size in step.items() if key.startswith("optimizer.") and "states" in key)
     parts: Mapping[str, int] = {
         "parameters": sum(step.get(key, 0) for key in ("weights.parameters", "weights.nf4", "lora.adapters")),

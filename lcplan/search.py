@@ -28,7 +28,7 @@ FORWARD_IGNORES = frozenset(
         "gpus_per_node", "dp_replicate_size",
     )
 )  # fmt: skip
-"""Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
+"""Plan fields that change nothing of that instant of the forward; a test holds the formulas to it."""
 NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels", "cp-head-chunks"))
 """Levers that make nothing legal: a plan with them says less of why nothing is."""
 _forward_key = attrgetter(
@@ -203,10 +203,10 @@ class Prices:
         return not self.exceeds(candidate, limit) and host_fits(self.spec, candidate.plan)
 
     def forward(self, plan: TrainPlan) -> int:
-        """A bound of the peak from below, shared by plans that differ in nothing the forward phase depends on.
+        """A bound of the peak from below, shared by plans that differ in nothing that it depends on.
 
-        Bytes of the forward phase with the smallest tiles, where the MLP can have any, and with Liger's kernels, where
-        the plan can have them: then plans with and without share it.
+        Bytes of one instant of the forward with the smallest tiles, where the MLP can have any, and with Liger's
+        kernels, where the plan can have them: then plans with and without share it.
         """
         key = (plan.optim.removesuffix("_fused"), *_forward_key(plan))  # a fused optimizer keeps the same states
         if key not in self._forwards:

@@ -164,8 +164,12 @@ def test_attention_outputs_on_the_host_take_no_more_of_the_gpu_than_full_checkpo
     full = formula.instants(tiny_spec(), plan_of(tiny_spec(), max_length=t, **given)).totals()
     plan = plan_of(tiny_spec(), max_length=t, activation_checkpointing="selective", **given)
     kept = formula.instants(tiny_spec(), plan).totals()
-    assert kept.pop("forward") - full.pop("forward") == (2 * 96 + 24) * t, "one layer's on their way"
     assert kept == full
+    at_mlp = [
+        sum(formula.Step(tiny_spec(), each, 0).forward_instants()["mlp"].values())
+        for each in (plan, plan_of(tiny_spec(), max_length=t, **given))
+    ]
+    assert at_mlp[0] - at_mlp[1] == (2 * 96 + 24) * t, "one layer's on their way"
 
 
 def test_selective_keeps_outputs_of_checkpointed_layers_alone() -> None:
@@ -506,9 +510,12 @@ def test_float32_rotary_tables_are_cast_for_each_layer_under_fsdp2() -> None:
 
 def test_trl_has_sent_the_layer_inputs_away_when_the_loss_runs() -> None:
     spec = family_spec("llama", num_hidden_layers=8)
-    phases = formula.instants(spec, plan_of(spec, max_length=4096, activation_offloading=True)).phases
-    assert phases["forward"]["activations.layer_inputs"] == 5 * 2 * 512 * 4096
-    assert "activations.layer_inputs" not in phases["loss"]
+    plan = plan_of(spec, max_length=4096, activation_offloading=True)
+    at_mlp = formula.Step(spec, plan, 0).forward_instants()["mlp"]
+    assert at_mlp["activations.layer_inputs"] == (5 + 1) * 2 * 512 * 4096, (
+        "five on their way, and the embedding's output"
+    )
+    assert "activations.layer_inputs" not in formula.instants(spec, plan).phases["loss"]
 
 
 def test_trl_offloading_with_experts_is_refused() -> None:

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
 
 NAMES = (*FAMILIES, *MORE_FAMILIES)
 WITHIN = 0.01
+FORWARD_WITHIN = 0.005
+"""Of the forward pass: of its largest instant, and of the largest in the last layer where that is checkpointed."""
 TILED_WITHIN = 0.002
 AT_LEAST = 200
 WHOLE = bool(os.environ.get("LCPLAN_WHOLE_GRID"))
@@ -164,7 +166,47 @@ def test_trace_and_formula_agree(family: str) -> None:
         if case.spec.model_type != family:
             continue
         by_formula = formula.instants(case.spec, case.plan, rank=ring_rank(case.rank, case.plan)).totals()
-        error = max(by_formula.values()) / trace(case.spec, case.plan, rank=case.rank, torch_version="2.11.0").peak - 1
+        traced = trace(case.spec, case.plan, rank=case.rank, torch_version="2.11.0")
+        error = max(by_formula.values()) / traced.peak - 1
         if abs(error) > (TILED_WITHIN if case.plan.running_tile else WITHIN):
             off[case.name] = error
+        off |= forward_errors(case, by_formula["forward"], traced.totals())
     assert not off, off
+
+
+def forward_errors(case: Case, by_formula: int, traced: dict[str, int]) -> dict[str, float]:
+    """Errors above the tolerance of the forward pass, and of its last layer, which the loss's tile of logits hides.
+
+    Behind a last layer that is not checkpointed the final norm is larger, which the trace has within the loss.
+    """
+    from lcplan.checking import ring_rank
+
+    layers = max(size for part, size in traced.items() if part.startswith("forward"))
+    errors = {"the forward": by_formula / max(layers, traced["loss[forward]"]) - 1}
+    step = formula.Step(case.spec, case.plan, ring_rank(case.rank, case.plan))
+    instants = {name: sum(alive.values()) for name, alive in step.forward_instants().items()}
+    assert max(instants.values()) == by_formula
+    del instants["loss"]
+    if "final_norm" not in instants:
+        errors["its layers"] = max(instants.values()) / layers - 1
+    known = known_to_differ(case)
+    return {
+        f"{what} of {case.name}": error
+        for what, error in errors.items()
+        if (what not in known and abs(error) > FORWARD_WITHIN) or (what in known and not -known[what] < error <= 0)
+    }
+
+
+def known_to_differ(case: Case) -> dict[str, float]:
+    """By how much the forward of a plan may be below the trace's: causes that are no part of any long plan."""
+    plan, types = case.plan, set(case.spec.layer_types)
+    if plan.padding and plan.cp_size == 1 and "full_attention" not in types:
+        # cut to layers that all slide, but the model makes the mask of full ones as well
+        return {"its layers": 0.1}
+    if plan.running_tile and plan.activation_checkpointing == "selective" and case.spec.model_type == "phi3":
+        # the output that is kept lies beside the one that is copied, with the fused projection
+        return {"its layers": 0.05}
+    if plan.scored_fraction < 1 and plan.cp_size > 1 and plan.max_length == min(LENGTHS):
+        # 26 rows are scored: gathering the head while the last layer's buffer is still there is larger
+        return {"the forward": 0.03}
+    return {}

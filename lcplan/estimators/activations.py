@@ -302,29 +302,64 @@ def mlp_tile_gradients(*, parameters: int) -> int:
 
 
 @item("mlp.tiled_forward", "temporary")
-def tiled_forward(*, tile: int, tokens: int, hidden_size: int, intermediate_size: int) -> int:
-    """Forward of a tiled MLP without saving, residual, normed input, output; or that of the norm before it.
+def tiled_forward(
+    *, tile: int, tokens: int, hidden_size: int, intermediate_size: int, hidden_states: int, fused_projection: bool
+) -> int:
+    """Forward of a tiled MLP without saving: n hidden states (residual, normed input), a tile, the output so far.
 
-    Formula: ``max(6*H*T + (2*H + 6*I)*N, (10*H + 4)*T)``
+    Behind the first tile there are the whole output and the last tile's; the second may be smaller than the first.
+    Where one projection makes gate and up (Phi, GLM) the gate stays as long as up does.
+
+    Formula: ``2*n*H*T + max(6*I*N, 6*I*min(N, T - N) + 2*H*N + 2*H*T)``; one projection: ``8*I`` for ``6*I``
     Live in: forward (checkpointed layers, tiles)
     Rounding: exact
-    Ignores: other instants of the layer's forward, of which one may be larger
+    Ignores: nothing
     Source: lcplan/backends/templates/tiling.py; traces of Qwen3-8B in tiles of 16,384
-    Confidence: modelled
+    Confidence: exact
     """
-    mlp = 6 * hidden_size * tokens + (2 * hidden_size + 6 * intermediate_size) * tile
-    return max(mlp, (10 * hidden_size + 4) * tokens)
+    inner = (8 if fused_projection else 6) * intermediate_size
+    output = BF16_BYTES * hidden_size
+    later = inner * min(tile, tokens - tile) + output * (tile + tokens)
+    return output * hidden_states * tokens + max(inner * tile, later)
 
 
 @item("mlp.forward", "temporary")
-def mlp_forward(*, tokens: int, hidden_size: int, intermediate_size: int) -> int:
-    """Forward of the MLP without saving: activation, up, product, residual and normed input.
+def mlp_forward(
+    *,
+    tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    hidden_states: int,
+    dtype_bytes: int,
+    fused_projection: bool,
+) -> int:
+    """Forward of the MLP without saving: activation, up, product, and n hidden states (residual, normed input).
 
-    Formula: ``(6*I + 4*H)*T``
+    Where one projection makes gate and up (Phi, GLM) the gate stays as long as up does.
+
+    Formula: ``(6*I + n*b*H)*T``; one projection: ``(8*I + n*b*H)*T``
     Live in: forward (checkpointed layers)
     Rounding: exact
-    Ignores: float32 copies under autocast
-    Source: forward events of row m007
-    Confidence: modelled
+    Ignores: nothing
+    Source: forward events of row m007; traces of every family; rows m323, m347, m359
+    Confidence: exact
     """
-    return (6 * intermediate_size + 4 * hidden_size) * tokens
+    inner = (8 if fused_projection else 6) * intermediate_size
+    return (inner + hidden_states * dtype_bytes * hidden_size) * tokens
+
+
+@item("activations.norm_forward", "temporary")
+def norm_forward(*, tokens: int, hidden_size: int, hidden_states: int, float32: bool) -> int:
+    """Forward of a layer's RMSNorm without saving: n hidden states, its input and its normed value in float32.
+
+    In float32 training the input is such a hidden state itself, and the output is a third.
+
+    Formula: ``(2*n*H + 8*H + 4)*T``; float32: ``(4*n*H + 8*H + 4)*T``
+    Live in: forward (checkpointed layers, tiles)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: transformers 5.24 LlamaRMSNorm, Glm4RMSNorm; traces of tiled MLPs
+    Confidence: exact
+    """
+    size = FP32_BYTES if float32 else BF16_BYTES
+    return (size * hidden_states * hidden_size + 2 * FP32_BYTES * hidden_size + 4) * tokens

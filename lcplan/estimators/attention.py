@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lcplan.estimators._item import item
 from lcplan.estimators.activations import INT64_BYTES
+from lcplan.estimators.weights import BF16_BYTES
 
 FLASH_ROWS = 128
 """Tokens to which FlashAttention-2 rounds a sequence: flash_api.cpp seqlen_q_rounded."""
@@ -269,7 +270,7 @@ def ring_backward(
         (R - 2*h*d*T)/G``
     Live in: backward of a layer's attention (context parallelism)
     Rounding: exact
-    Ignores: forward merges, which are always smaller
+    Ignores: nothing
     Source: torch 2.11-2.13 _templated_ring_attention_backward; allocator traces with cp 8, ranks 0, 3, 7; row m033;
         history of OLMo 2 with cp 4
     Confidence: exact
@@ -288,3 +289,173 @@ def ring_backward(
     if head_chunks == 1:
         return (given + own) * tokens
     return (given + 2 * query + 4 * key) * tokens + own * tokens // head_chunks
+
+
+@item("attention.forward", "temporary")
+def forward(
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    qk_norm: bool,
+    norms_rotated: bool,
+    wide_rotary: bool,
+    fused_qkv: bool,
+    hidden_size: int,
+) -> int:
+    """Around the kernel, without saving: rotation of the queries, or their norm; beside them the layer's normed input.
+
+    Rotating holds queries, two products and their sum, keys and values; the norm input and normed value in float32.
+    With float32 tables products and sum are float32. Of each head a part d' is rotated. A fused projection (Phi) stays
+    as long as its values do, beside rotated queries and keys, output and its copy. H is 0 where no norm feeds
+    attention.
+
+    Formula: ``(2*h*d + 6*h*d' + 4*k*d + 2*H)*T``; float32 tables: ``12*h*d'`` for ``6*h*d'``; with query norms at least
+        ``(10*h*d + 8*h + 2*H)*T``, ``+ 4*k*d*T`` where they come after the rotation; fused projection: at least
+        ``(8*h*d + 6*k*d + 2*H)*T``
+    Live in: forward (checkpointed layers)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: transformers 5.24 apply_rotary_pos_emb, Qwen3Attention; traces of Qwen2, OLMo 2; row m367
+    Confidence: exact
+    """
+    keys = 4 * kv_heads * head_dim
+    rotated = (2 * head_dim + (12 if wide_rotary else 6) * rotary_dim) * heads + keys
+    normed = 10 * heads * head_dim + 8 * heads + (keys if norms_rotated else 0) if qk_norm else 0
+    copied = (8 * heads + 6 * kv_heads) * head_dim if fused_qkv else 0
+    return (max(rotated, normed, copied) + 2 * hidden_size) * tokens
+
+
+@item("attention.masked_forward", "temporary")
+def masked_forward(
+    *, tokens: int, row_tokens: int, heads: int, kv_heads: int, repeated_heads: int, head_dim: int, hidden_size: int
+) -> int:
+    """sdpa with a mask, without saving: what attention.masked_saved has, keys and values as they were, normed input.
+
+    r is the heads at which keys and values are repeated; where that takes no copy, they are there once. H is 0 where
+    no norm feeds attention.
+
+    Formula: ``(4*h*d + 4*r*d + 4*h + 2*L + 2*H)*T``; r > k: ``+ 4*k*d*T``
+    Live in: forward (checkpointed layers that take a mask)
+    Rounding: exact
+    Ignores: padding of the bias where L is no multiple of 8
+    Source: transformers 5.24 sdpa_attention_forward; traces of Gemma 3, Exaone 4, and Llama with padding
+    Confidence: exact
+    """
+    repeated = 4 * kv_heads * head_dim if repeated_heads > kv_heads else 0
+    kept = masked_saved(
+        tokens=tokens, row_tokens=row_tokens, heads=heads, repeated_heads=repeated_heads, head_dim=head_dim
+    )
+    return kept + (repeated + 2 * hidden_size) * tokens
+
+
+@item("attention.eager_forward", "temporary")
+def eager_forward(
+    *,
+    tokens: int,
+    row_tokens: int,
+    heads: int,
+    kv_heads: int,
+    repeated_heads: int,
+    head_dim: int,
+    soft_capped: bool,
+    sinks: bool,
+    hidden_size: int,
+) -> int:
+    """Eager attention's softmax without saving: masked scores, in float32, probabilities; queries, keys, values, input.
+
+    With sinks (gpt-oss) all three are bf16, two of them one column wider, beside the largest score of each row. A layer
+    that is not checkpointed has saved its soft-capped scores (Gemma 2).
+
+    Formula: ``(10*h*L + 2*h*d + 4*r*d + 2*H)*T``; sinks: ``6*h*L + 6*h`` for ``10*h*L``; soft-capped: ``+ 2*h*L*T``;
+        r > k: ``+ 4*k*d*T``
+    Live in: forward (eager)
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 eager_attention_forward of Llama, Gemma 2 and gpt-oss; traces
+    Confidence: exact
+    """
+    scores = 6 * row_tokens + 6 if sinks else (12 if soft_capped else 10) * row_tokens
+    keys = 4 * repeated_heads + (4 * kv_heads if repeated_heads > kv_heads else 0)
+    return (heads * scores + (2 * heads + keys) * head_dim + 2 * hidden_size) * tokens
+
+
+@item("attention.eager_weights", "temporary")
+def eager_weights(*, tokens: int, row_tokens: int, heads: int, sinks: bool) -> int:
+    """Probabilities of eager attention, which a decoder layer's forward refers to until its end.
+
+    Formula: ``2*h*L*T``; sinks: ``2*h*(L + 1)*T``
+    Live in: forward (checkpointed layers, eager)
+    Rounding: exact
+    Ignores: nothing
+    Source: transformers 5.24 GptOssDecoderLayer, Gemma2DecoderLayer (``hidden_states, _ = self.self_attn(...)``); trace
+    Confidence: exact
+    """
+    return 2 * heads * (row_tokens + (1 if sinks else 0)) * tokens
+
+
+@item("attention.ring_forward", "temporary")
+def ring_forward(
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    cp_size: int,
+    cp_rank: int,
+    allgather: bool,
+    head_chunks: int,
+    merge_bytes: int,
+    hidden_size: int,
+) -> int:
+    """Ring attention's merge of one step's output into the sum so far, without saving.
+
+    Queries, keys and values are there, the layer's normed input, and other ranks' keys and values: gathered at once, or
+    those of this step and the next. The first rank merges half of the queries: the old sum and the new one (4hd each),
+    this step's output in float32 and merged (2hd each), and as it came (hd). The others merge all: sum, output,
+    their difference and its product (4hd each), and the output as it came (2hd). Row sums take 8h, or 12h.
+
+    With cp_merge_dtype bfloat16 outputs stay as they came, but a merged sum is float32 all the same: the row sums are,
+    and the first merge alone has a bf16 one. With G parts of the heads in turn the result is whole, and everything but
+    queries, keys and values is that of one part. H is 0 where no norm feeds attention.
+
+    Formula: ``(2*h*d + 4*k*d + 2*H + (m*h*d + s*h + n*4*k*d)/G)*T``; G > 1: ``+ (2*h*d + 4*h)*T``; n = C, alltoall:
+        ``min(C - 1, 2)``; s = 8 on rank 0, else 12; m = 13 on rank 0, else 18; bfloat16: m = 11 on rank 0, 9 for C = 2,
+        12 on rank 1, 14 on the others
+    Live in: forward (context parallelism, checkpointed layers)
+    Rounding: exact
+    Ignores: that the last step has no next keys and values, where it is the largest (alltoall, bfloat16, C = 3)
+    Source: torch 2.11-2.13 _templated_ring_attention, _SDPAMerger; traces with cp 2 and 4; rows m346 and m366
+    Confidence: exact
+    """
+    narrow = merge_bytes == BF16_BYTES
+    if cp_rank == 0:
+        merged, sums = (9 if cp_size == 2 else 11) if narrow else 13, 8
+    else:
+        merged, sums = (12 if cp_rank == 1 else 14) if narrow else 18, 12
+    shards = cp_size if allgather else min(cp_size - 1, 2)
+    part = (merged * heads * head_dim + sums * heads + shards * 4 * kv_heads * head_dim) * tokens // head_chunks
+    whole = (2 * heads + 4 * kv_heads) * head_dim + 2 * hidden_size
+    if head_chunks > 1:
+        whole += 2 * heads * head_dim + 4 * heads
+    return whole * tokens + part
+
+
+@item("attention.ulysses_forward", "temporary")
+def ulysses_forward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, sp_size: int, hidden_size: int) -> int:
+    """End of attention under Ulysses, without saving: queries, keys, values and the normed input, each as it was.
+
+    Then those of this rank's heads for all tokens, its output, and the output of all heads for its own tokens as it
+    came and in its place; positions of all tokens twice. Key/value heads are repeated until every rank has one, k'.
+
+    Formula: ``(10*h*d + 4*k*d + 4*k'*d + 2*H + 16*S)*T`` on S ranks
+    Live in: forward (Ulysses, checkpointed layers)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py UlyssesSPAttentionHF; row m345
+    Confidence: exact
+    """
+    keys = 4 * (kv_heads + max(kv_heads, sp_size)) * head_dim
+    return (10 * heads * head_dim + keys + 2 * hidden_size + 2 * INT64_BYTES * sp_size) * tokens

@@ -23,6 +23,7 @@ from lcplan.estimators import (
     evaluation,
     gradients,
     host,
+    layer_forward,
     lora,
     loss_head,
     moe,
@@ -64,8 +65,8 @@ def instants(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> Instants:
 
 
 def forward_bytes(spec: ModelSpec, plan: TrainPlan) -> int:
-    """Bytes of a covered plan's forward phase on rank 0: a bound of its peak from below that costs little."""
-    return sum(_step(spec, plan, 0).forward().values())
+    """Bytes of one instant of a covered plan's forward on rank 0: a bound of its peak from below that costs little."""
+    return sum(_step(spec, plan, 0).end_of_layers().values())
 
 
 def phases(spec: ModelSpec, plan: TrainPlan, *, rank: int = 0) -> dict[str, Callable[[], Alive]]:
@@ -114,7 +115,7 @@ class Step:
     """One training step of one (model, plan, rank): what its instants have in common."""
 
     def __init__(self, spec: ModelSpec, plan: TrainPlan, rank: int) -> None:
-        self.spec, self.plan = spec, plan
+        self.spec, self.plan, self.rank = spec, plan, rank
         self._wide: dict[int, Alive] = {}
         self.fsdp = plan.backend == "fsdp2"
         self.float32 = plan.dtype == "float32" and not self.fsdp  # FSDP2 computes in bf16 whatever was loaded
@@ -193,7 +194,7 @@ class Step:
             offloads_input=plan.offload_activations,
             ring_copies_output=self.ring_copies_output,
             cp_size=plan.cp_size,
-            first_rank=self.first_rank,
+            cp_rank=self.rank,
             allgather=plan.cp_comm_strategy == "allgather",
             cp_head_chunks=plan.cp_head_chunks,
             cp_merge_bytes=weights.FP32_BYTES if plan.cp_merge_dtype == "float32" else weights.BF16_BYTES,
@@ -425,9 +426,13 @@ class Step:
         """Bf16 copies of float32 weights that layers keep which were not checkpointed."""
         if not self.float32 or self.every is not None:
             return {}
-        one = self.spec.layers[0].attention + 3 * self.spec.hidden_size * self.spec.intermediate_size
         item = weights.autocast_copies
-        return {item.key: item(layer_weight_parameters=num_layers * one)}
+        return {item.key: item(layer_weight_parameters=num_layers * self._cast_parameters)}
+
+    @property
+    def _cast_parameters(self) -> int:
+        """Parameters of one layer that autocast copies: all but the norms'."""
+        return self.spec.layers[0].attention + 3 * self.spec.hidden_size * self.spec.intermediate_size
 
     # Gradients
 
@@ -463,46 +468,138 @@ class Step:
     # Instants
 
     def forward(self) -> Alive:
-        """MLP of the last layer in the forward pass."""
-        spec = self.spec
-        alive = merge(self.step_wide(self.layers), self.kept_by_layers(self.layers, running=False))
-        alive |= self._masks(self.masks)
-        if self.plan.offload_activations:
-            alive = merge(alive, self._inputs(1))
-        if self.plan.keeps_attention_on_host and self.kinds[-1].recomputed:
-            alive = merge(alive, self._kept_outputs(1))  # on its way to the host
-        if not self.kinds[-1].recomputed and not self.float32:
-            norm = loss_head.final_norm_forward
-            wide = TRAITS[spec.model_type].wide_norms
-            alive[norm.key] = norm(tokens=self.tokens, hidden_size=spec.hidden_size, wide=wide)
-        elif self.tile is not None:
-            forward = activations.tiled_forward
-            alive[forward.key] = forward(
-                tile=self.tile, tokens=self.tokens, hidden_size=spec.hidden_size,
-                intermediate_size=spec.intermediate_size,
-            )  # fmt: skip
-        elif self.every is not None and spec.moe is None:
-            alive[activations.mlp_forward.key] = activations.mlp_forward(
-                tokens=self.tokens, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size
-            )
-        if self.fsdp:
-            alive |= self._gathered(2, kept=self.layers)
-        return merge(alive, self.gradients(done=0, current=0))
+        """The forward pass of the model at its largest: in the last layer, or in the loss head."""
+        return max(self.forward_instants().values(), key=lambda alive: sum(alive.values()))
 
-    def loss(self) -> Alive:
-        """Backward of the loss head."""
-        spec, float32 = self.spec, self.float32
-        hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
-        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
-        sent = self.plan.activation_offloading
+    def end_of_layers(self) -> Alive:
+        """The forward of the last layer's MLP, or of the final norm behind a layer that keeps what it saves."""
+        if self.kinds[-1].recomputed:
+            return merge(self._last_layer()["mlp"], self.gradients(done=0, current=0))
+        return merge(self._last_layer_that_keeps()["final_norm"], self.gradients(done=0, current=0))
+
+    def forward_instants(self) -> dict[str, Alive]:
+        """Those instants of the forward pass that can be its largest, by name."""
+        found = self._last_layer() if self.kinds[-1].recomputed else self._last_layer_that_keeps()
+        if self.fsdp:
+            found["embedding"] = self._first_layer_gathered()
+        found["loss"] = self._loss_forward()
+        made = self.gradients(done=0, current=0)
+        return {name: merge(alive, made) for name, alive in found.items()}
+
+    def _layers_ran(self) -> Alive:
+        """What the layers keep when the last of them runs, and what the model's forward itself refers to."""
+        kept = self.kept_by_layers(self.layers, running=False)
+        alive = merge(self.step_wide(self.layers), kept, self._inputs(self._embedding_outputs()))
+        if self.masks - {None}:
+            alive |= self._masks(self.masks)
+        if self.casts_rotary:
+            traits = TRAITS[self.spec.model_type]
+            number = len(set(self.spec.layer_types)) if traits.rotary_by_layer_type else 1
+            alive = merge(alive, self.rotary_tables(number, wide=True))
+        return merge(alive, self._gathered(2, kept=self.layers + 1)) if self.fsdp else alive
+
+    def _embedding_outputs(self) -> int:
+        """One where the embedding's output, which the model's forward refers to until its end, is kept by no layer."""
+        recomputed = sum(kind.recomputed for kind in self.kinds)
+        if self.plan.offload_activations:
+            kept = not self.kinds[0].recomputed and self.saves_input
+        elif self.plan.activation_offloading:
+            kept = recomputed <= activations.TRL_STASHED_TENSORS
+        else:
+            kept = self.kinds[0].recomputed or self.saves_input
+        # a frozen embedding's output is counted where the layers' inputs are
+        is_leaf = not self.trains_embedding and not TRAITS[self.spec.model_type].scales_embedding
+        if is_leaf and (self.plan.offload_activations or self.plan.activation_offloading):
+            return -1 if kept else 0
+        return 0 if kept else 1
+
+    def _last_layer(self) -> dict[str, Alive]:
+        """Instants of the last layer, which is checkpointed."""
+        spec, shape = self.spec, self.shapes[self.kinds[-1]]
+        common = self._layers_ran()
+        if self.plan.offload_activations and self.layers > 1:
+            common = merge(common, self._inputs(1))
+        selective = self.plan.activation_checkpointing == "selective"
+        own_output = self._kept_outputs(1) if selective else {}
+        on_host = self.plan.keeps_attention_on_host
+        found = {}
+        for name, alive in layer_forward.instants(shape).items():
+            at_attention = name in layer_forward.BEFORE_OUTPUT
+            # of a layer's float32 weights those are cast that ran
+            left = spec.hidden_size * spec.intermediate_size * (3 if at_attention else 1)
+            found[name] = merge(common, alive, self._casts_in_forward(left))
+            if at_attention and not on_host:
+                found[name] = merge(found[name], times(own_output, -1))  # not there yet
+            elif on_host and not at_attention:
+                found[name] = merge(found[name], own_output)  # on its way to the host
+        return found
+
+    def _casts_in_forward(self, left: int) -> Alive:
+        """Bf16 copies that autocast keeps until the forward ends, but for ``left`` parameters that have yet to run."""
+        if self.float32:
+            item = weights.autocast_copies
+            return {item.key: item(layer_weight_parameters=self.layers * self._cast_parameters - left)}
+        if self.frozen and not (self.fsdp or self.quantised):
+            casts = lora.weight_casts
+            down = {name: sides for name, sides in self.targets.items() if name == "down_proj"}
+            waiting = lora.adapter_parameters(down, self.plan.lora_r or 0) if left else 0
+            return {casts.key: casts(layer_parameters=self.trainable - waiting)}
+        return {}
+
+    def _last_layer_that_keeps(self) -> dict[str, Alive]:
+        """Instants of a last layer that is not checkpointed, and of the final norm behind it."""
+        norm, wide = loss_head.final_norm_forward, TRAITS[self.spec.model_type].wide_norms
+        size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size}
+        shape = self.shapes[self.kinds[-1]]
+        own = layer_forward.instants_that_keep(shape)
+        own["final_norm"] = merge(self.saved[self.kinds[-1]], {norm.key: norm(wide=wide, float32=self.float32, **size)})
+        common = merge(self._layers_ran(), times(self.saved[self.kinds[-1]], -1), self._casts_in_forward(0))
+        return {name: merge(common, alive) for name, alive in own.items()}
+
+    def _first_layer_gathered(self) -> Alive:
+        """The first layer's weights, the second's on their way, and the embedding's table, which has just been used."""
+        alive = merge(self.step_wide(self.layers), self._gathered(2, kept=2), self._inputs(1))
+        # a tied table is whole twice: in the buffer that it was gathered into, and out of it for the whole step
+        return merge(alive, self._gathered_head()) if self.tied else alive | self._gathered_embedding()
+
+    def _loss_forward(self) -> Alive:
+        """Forward of the loss head; that of TRL 1.13's loss in chunks is its norm alone."""
+        spec, tokens = self.spec, self.tokens
+        alive = merge(self._at_the_head(frozen=self.frozen), self._casts_in_forward(0))
+        if self.fsdp:
+            alive = merge(alive, self._gathered_at_the_loss())
+        size = {"hidden_size": spec.hidden_size, "dtype_bytes": self.compute_bytes}
+        if self.plan.loss == "full":
+            full = loss_head.full_logits_forward
+            alive[full.key] = full(tokens=tokens, vocab_size=spec.vocab_size, **size)
+        elif self.plan.loss == "chunked":
+            item, scored = loss_head.forward, math.ceil(tokens * self.plan.scored_fraction)
+            alive[item.key] = item(tokens=tokens, scored=scored, **size)
+            alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
+            if self.float32:
+                cast = loss_head.casts_forward
+                alive[cast.key] = cast(tokens=tokens, hidden_size=spec.hidden_size, vocab_size=spec.vocab_size)
+        return alive
+
+    def _at_the_head(self, *, frozen: bool) -> Alive:
+        """What the layers keep when all ran, and what the final norm saves; a ``frozen`` one saves less."""
+        tokens, hidden = self.tokens, self.spec.hidden_size
         kept = self.kept_by_layers(self.layers, running=False, stashed=0)
         alive = merge(self.step_wide(self.layers), kept)
         norm, fused = loss_head.final_norm, loss_head.fused_norm
-        wide = float32 or TRAITS[spec.model_type].wide_norms
+        wide = self.float32 or TRAITS[self.spec.model_type].wide_norms
         if self.fused:
             alive[fused.key] = fused(tokens=tokens, hidden_size=hidden)
         else:
-            alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=self.frozen or sent)
+            alive[norm.key] = norm(tokens=tokens, hidden_size=hidden, float32=wide, frozen=frozen)
+        return alive
+
+    def loss(self) -> Alive:
+        """Backward of the loss head."""
+        spec = self.spec
+        hidden, vocab, tokens = spec.hidden_size, spec.vocab_size, self.tokens
+        # by then TRL's offloading has sent away all layer inputs and the normed value: the head's own tensors wait
+        alive = self._at_the_head(frozen=self.frozen or self.plan.activation_offloading)
         if self.fsdp:
             alive |= self._gathered_at_the_head()
         if self.plan.loss == "full":
@@ -516,9 +613,9 @@ class Step:
             alive[loss_head.hidden_states.key] = loss_head.hidden_states(tokens=scored, hidden_size=hidden)
             if self.trains_head:
                 gradient = loss_head.weight_gradient
-                alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=float32)
+                alive[gradient.key] = gradient(vocab_size=vocab, hidden_size=hidden, float32=self.float32)
             alive[loss_head.logits_tile.key] = loss_head.logits_tile(tokens=scored)
-            if float32:
+            if self.float32:
                 alive[loss_head.casts.key] = loss_head.casts(tokens=tokens, hidden_size=hidden, vocab_size=vocab)
         return merge(alive, self._autocast_of(self.layers), self.gradients(done=0, current=0))
 
@@ -567,9 +664,20 @@ class Step:
             alive[packed.key] = packed(linear_parameters=linears, num_layers=num_layers)
         return alive
 
-    def _gathered_after_forward(self, *, prefetched: int) -> Alive:
+    def _gathered_head(self) -> Alive:
         item = weights.gathered_head
-        return {item.key: item(head_parameters=self.head)} | self._gathered(prefetched, kept=self.layers)
+        return {item.key: item(head_parameters=self.head)}
+
+    def _gathered_after_forward(self, *, prefetched: int) -> Alive:
+        return self._gathered_head() | self._gathered(prefetched, kept=self.layers)
+
+    def _gathered_at_the_loss(self) -> Alive:
+        """In the loss's forward the head and the buffer that it was gathered into, or still the last layer's buffer."""
+        if self.tied:
+            return self._gathered(1, kept=self.layers + 1)
+        if self.frozen:
+            return merge(self._gathered_head(), self._gathered(1, kept=self.layers + 1))
+        return merge(self._gathered_head(), self._gathered_head(), self._gathered(0, kept=self.layers))
 
     def _gathered_at_the_head(self) -> Alive:
         # accelerate does not find peft's final norm: it stays with the root, which prefetches the last layer

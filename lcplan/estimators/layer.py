@@ -53,6 +53,8 @@ class Traits:
     """Experts with biases, whose gate is clamped (gpt-oss)."""
     soft_caps_scores: bool = False
     """Scores pass through tanh before softmax (Gemma 2)."""
+    norms_rotated: bool = False
+    """Queries and keys are normed when they are rotated already."""
     sinks: bool = False
     """Eager attention has one more column of scores, and its softmax stays in bf16 (gpt-oss)."""
 
@@ -74,7 +76,7 @@ TRAITS: dict[str, Traits] = {
     "smollm3": Traits(),
     "granite": Traits(scales_embedding=True, scales_residual=True),
     "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
-    "hunyuan_v1_dense": Traits(),
+    "hunyuan_v1_dense": Traits(norms_rotated=True),
     "ministral": Traits(),
     "gemma": Traits(wide_norms=True),
     "glm": Traits(fused_mlp=True, copies_output=True, interleaved_rotary=True),
@@ -117,7 +119,8 @@ class LayerShape:
     """The layer's own input waits on the host."""
     ring_copies_output: bool
     cp_size: int
-    first_rank: bool
+    cp_rank: int
+    """This rank's place among those that share a sequence."""
     allgather: bool
     cp_head_chunks: int
     """Parts of the heads that ring attention takes in turn."""
@@ -223,7 +226,7 @@ def _norms(shape: LayerShape, *, feeding: int, closing: int, linears: int) -> Al
 
 def _saved_attention(shape: LayerShape) -> Alive:
     """The first norm and what attention saves up to its output."""
-    alive = _before_scores(shape)
+    alive = before_scores(shape)
     if shape.attention == "eager":
         alive[attention.eager_saved.key] = attention.eager_saved(**_score_sizes(shape))
     elif shape.attention == "masked":
@@ -248,7 +251,7 @@ def _score_sizes(shape: LayerShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _before_scores(shape: LayerShape) -> Alive:
+def before_scores(shape: LayerShape) -> Alive:
     """The first norm, query and key norms, rotary tables of the layer's own."""
     spec, traits, tokens = shape.spec, shape.traits, shape.tokens
     alive = _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=1 if traits.fused_qkv else 3)
@@ -259,12 +262,17 @@ def _before_scores(shape: LayerShape) -> Alive:
         alive[attention.qk_norm.key] = attention.qk_norm(
             tokens=tokens, wide=wide, full=spec.qk_norm == "full", frozen=shape.frozen, **shape.heads
         )
-    if traits.interleaved_rotary:
-        width = round(spec.head_dim * spec.rope.partial_rotary_factor)
-        size = weights.FP32_BYTES if traits.wide_rotary and not shape.casts_rotary else weights.BF16_BYTES
-        tables = activations.rotary_tables(tokens=shape.row_tokens, head_dim=width, dtype_bytes=size)
-        alive[activations.rotary_tables.key] = tables
-    return alive
+    return alive | own_tables(shape)
+
+
+def own_tables(shape: LayerShape) -> Alive:
+    """Rotary tables that a layer makes itself, by repeating the model's."""
+    spec, item = shape.spec, activations.rotary_tables
+    if not shape.traits.interleaved_rotary:
+        return {}
+    width = round(spec.head_dim * spec.rope.partial_rotary_factor)
+    size = weights.FP32_BYTES if shape.traits.wide_rotary and not shape.casts_rotary else weights.BF16_BYTES
+    return {item.key: item(tokens=shape.row_tokens, head_dim=width, dtype_bytes=size)}
 
 
 def _unpacked_input(shape: LayerShape) -> Alive:
@@ -541,7 +549,7 @@ def _attention_backward(shape: LayerShape) -> Alive:
     sizes: dict[str, Any] = {"tokens": shape.tokens, **shape.attended_heads}
     if shape.attention == "eager":
         scores = attention.eager_backward
-        return merge(_before_scores(shape), {scores.key: scores(**_score_sizes(shape))})
+        return merge(before_scores(shape), {scores.key: scores(**_score_sizes(shape))})
     if shape.attention == "masked":
         masked = attention.masked_backward
         own = {masked.key: masked(tokens=shape.tokens, heads=spec.num_attention_heads, head_dim=spec.head_dim)}
@@ -553,7 +561,8 @@ def _attention_backward(shape: LayerShape) -> Alive:
                 cp_size=shape.cp_size, allgather=shape.allgather, head_chunks=shape.cp_head_chunks,
             ),
             ring.key: ring(
-                first_rank=shape.first_rank, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes
+                first_rank=shape.cp_rank == 0, head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes,
+                **sizes,
             ),
         }  # fmt: skip
     elif shape.flash:

@@ -24,7 +24,7 @@ def final_norm(*, tokens: int, hidden_size: int, float32: bool, frozen: bool) ->
     """What the final RMSNorm saves.
 
     Formula: ``(6*H + 4)*T``; float32: ``(8*H + 4)*T``; frozen: ``(4*H + 4)*T``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: allocator trace of Qwen3-4B without checkpointing; transformers 5.24 Qwen3RMSNorm
@@ -39,7 +39,7 @@ def fused_norm(*, tokens: int, hidden_size: int) -> int:
     """What Liger's final RMSNorm saves: input, reciprocal root.
 
     Formula: ``(2*H + 4)*T``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: liger-kernel 0.8.5 ops/rms_norm.py LigerRMSNormFunction
@@ -63,19 +63,47 @@ def fused_norm_backward(*, tokens: int, hidden_size: int) -> int:
 
 
 @item("loss_head.final_norm_forward", "temporary")
-def final_norm_forward(*, tokens: int, hidden_size: int, wide: bool) -> int:
-    """Forward of the final RMSNorm, its casts, and the hidden states before and after all layers.
+def final_norm_forward(*, tokens: int, hidden_size: int, wide: bool, float32: bool) -> int:
+    """Forward of the final RMSNorm, its casts, and the last layer's output.
 
     Masks are still there. Without them the loss is larger.
 
-    Formula: ``16*H*T``; wide norms: ``18*H*T``
+    Formula: ``14*H*T``; wide norms: ``16*H*T``; float32: ``12*H*T``
     Live in: forward (the last layer not checkpointed)
     Rounding: exact
     Ignores: some bytes a token
     Source: transformers 5.24 Gemma3RMSNorm, MistralRMSNorm; traces of Gemma 3 and Mistral with a sliding window
     Confidence: exact
     """
-    return (18 if wide else 16) * hidden_size * tokens
+    return (12 if float32 else 16 if wide else 14) * hidden_size * tokens
+
+
+@item("loss_head.forward", "temporary")
+def forward(*, tokens: int, scored: int, hidden_size: int, dtype_bytes: int) -> int:
+    """Forward of a chunked loss: the final norm's output, those of its rows that are scored, per-token statistics.
+
+    Formula: ``b*H*T + (b*H + 52)*T_scored``
+    Live in: forward
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: trl 1.16 ChunkedLogProbFunction.forward; traces
+    Confidence: exact
+    """
+    return dtype_bytes * hidden_size * (tokens + scored) + 52 * scored
+
+
+@item("loss_head.full_logits_forward", "temporary")
+def full_logits_forward(*, tokens: int, vocab_size: int, hidden_size: int, dtype_bytes: int) -> int:
+    """Forward of a loss over all logits: in bf16, in float32 and their log-softmax; the final norm's output.
+
+    Formula: ``(10*V + b*H)*T``
+    Live in: forward (TRL before 1.15, loss_type "nll")
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: transformers 5.24 ForCausalLMLoss; traces
+    Confidence: exact
+    """
+    return (10 * vocab_size + dtype_bytes * hidden_size) * tokens
 
 
 @item("loss_head.final_norm_backward", "temporary")
@@ -125,7 +153,7 @@ def logits_tile(*, tokens: int) -> int:
     """The only logits that a chunked loss ever holds.
 
     Formula: ``2 * min(T, 4096) * 32768``
-    Live in: loss
+    Live in: forward, loss
     Rounding: exact
     Ignores: nothing
     Source: trl 1.16 kernels/chunked_logprob.py; allocator traces
@@ -148,6 +176,20 @@ def casts(*, tokens: int, hidden_size: int, vocab_size: int) -> int:
     alone_again = vocab_size <= VOCAB_PER_TILE and tokens > TOKENS_PER_TILE  # cast anew for every tile of tokens
     head = 2 * vocab_size if alone_again else min(vocab_size, 2 * VOCAB_PER_TILE)
     return BF16_BYTES * hidden_size * (head + min(tokens, TOKENS_PER_TILE))
+
+
+@item("loss_head.casts_forward", "temporary")
+def casts_forward(*, tokens: int, hidden_size: int, vocab_size: int) -> int:
+    """Bf16 casts of one tile of a float32 head, and of one tile's hidden states.
+
+    Formula: ``2*min(V, 32768)*H + 2*min(T, 4096)*H``
+    Live in: forward (float32 weights on one GPU)
+    Rounding: exact
+    Ignores: nothing
+    Source: trl 1.16 ChunkedLogProbFunction.forward; traces in float32
+    Confidence: exact
+    """
+    return BF16_BYTES * hidden_size * (min(vocab_size, VOCAB_PER_TILE) + min(tokens, TOKENS_PER_TILE))
 
 
 @item("loss_head.chunks_of_rows", "temporary")

@@ -145,3 +145,38 @@ def router_gradients(*, tokens: int, num_experts: int, num_layers: int) -> int:
     Confidence: exact
     """
     return 2 * num_experts * tokens * num_layers
+
+
+@item("moe.forward", "temporary")
+def forward(
+    *, tokens: int, hidden_size: int, experts_per_token: int, expert_size: int, weight_bytes: int, biased: bool
+) -> int:
+    """Forward of the experts without saving, at the end of their gate or of their output; residual and normed input.
+
+    At the gate: gathered tokens, gate and up together, activation, product. At the end: gathered tokens, each expert's
+    output, weighted, and sorted back by token. b is 4 where routing weights stay in float32 (Mixtral), else 2.
+
+    Formula: ``(max(t*(2*H + 8*m), t*(4 + 2*b)*H) + 4*H + 34*t)*T``; gpt-oss: ``18*m`` for ``8*m``
+    Live in: forward (checkpointed layers with experts)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: transformers 5.24 integrations/moe.py; traces of Qwen3-MoE and Mixtral
+    Confidence: exact
+    """
+    gate = 2 * hidden_size + (18 if biased else 8) * expert_size
+    output = (4 + 2 * weight_bytes) * hidden_size
+    return (experts_per_token * (max(gate, output) + 34) + 4 * hidden_size) * tokens
+
+
+@item("moe.output_forward", "temporary")
+def output_forward(*, tokens: int, hidden_size: int, experts_per_token: int, weight_bytes: int) -> int:
+    """End of the experts' forward above what they saved: their weighted outputs, sorted back; layer input, residual.
+
+    Formula: ``(2*b*t + 4)*H*T``; b is 4 where routing weights stay in float32 (Mixtral), else 2
+    Live in: forward (the last layer has experts and is not checkpointed)
+    Rounding: exact within some bytes a token
+    Ignores: nothing
+    Source: transformers 5.24 integrations/moe.py; trace of Mixtral without checkpointing
+    Confidence: exact
+    """
+    return (2 * weight_bytes * experts_per_token + 4) * hidden_size * tokens

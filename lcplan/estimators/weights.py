@@ -128,11 +128,12 @@ def gathered_head(*, head_parameters: int) -> int:
 def autocast_copies(*, layer_weight_parameters: int) -> int:
     """Bf16 copies of float32 weights that autocast keeps for the backward.
 
-    Norms are not cast. In the layer that runs, down_proj's copy is gone in the MLP's backward, the MLP's in the
-    attention's. Without checkpointing every layer still to come keeps all of its copies.
+    Norms are not cast. Until the forward ends those of every layer that ran are there, checkpointed or not. In the
+    layer that runs backward, down_proj's copy is gone in the MLP's backward, the MLP's in the attention's. Without
+    checkpointing every layer still to come keeps all of its copies.
 
     Formula: ``2*(P_attention + 2*H*I)``, ``2*P_attention``; layers to come: ``2*(P_attention + 3*H*I)``
-    Live in: backward of a layer (float32 weights on one GPU)
+    Live in: forward (all layers that ran), backward of a layer (float32 weights on one GPU)
     Rounding: exact
     Ignores: nothing
     Source: allocator trace of Qwen3-4B float32 under bf16 autocast; row m024
