@@ -206,9 +206,8 @@ class ZeroStep(Step):
 
     def phases(self) -> dict[str, Callable[[], Alive]]:
         """Items alive in each phase; of the layers those that hold most, beside the first and last."""
-        last = self.layers - 1
         result = {
-            "forward": merge(self.forward(), self._gathered_at(f"forward.{last}")),
+            "forward": self.forward(),
             "loss": merge(self.loss(), self._gathered_at("loss")),
             "final_norm": merge(self.final_norm(), self.at(order.FINAL_NORM, after=order.FINAL_NORM)),
         }
@@ -225,6 +224,14 @@ class ZeroStep(Step):
         result["gradient_norm"] = self.gradient_norm()
         result["optimizer_step"] = self.optimizer_step()
         return {phase: partial(dict, alive) for phase, alive in result.items()}
+
+    def forward_instants(self) -> dict[str, Alive]:
+        """Those instants of the forward pass that can be its largest, with what is gathered at them."""
+        last = f"forward.{self.layers - 1}"
+        return {
+            name: merge(alive, self._gathered_at("loss" if name == "loss" else last))
+            for name, alive in super().forward_instants().items()
+        }
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
