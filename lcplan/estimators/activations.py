@@ -47,7 +47,7 @@ def context_parallel_buffers(*, sequence_tokens: int, rows: int, tokens_per_rank
     """Shifted labels and positions of the full sequence, and the rank's share of each of six buffers.
 
     Formula: ``8*L*B + 8*L + 6*8*T``
-    Live in: forward, loss, backward
+    Live in: forward, loss, backward; optimizer_step without the rank's shares
     Rounding: exact
     Ignores: nothing
     Source: transformers 5.24 Trainer._prepare_context_parallel_inputs; allocator trace of Qwen3-0.6B, cp 8

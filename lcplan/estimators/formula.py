@@ -714,6 +714,10 @@ class Step:
         """All gradients and the optimizer's own temporaries."""
         plan = self.plan
         alive = merge(self.states, self.gradients(self.trainable, current=0))
+        if self.ring:
+            whole = activations.context_parallel_buffers
+            rows = plan.per_device_train_batch_size
+            alive[whole.key] = whole(sequence_tokens=plan.max_length, rows=rows, tokens_per_rank=0)
         if plan.optim == "adamw_torch" and not plan.offload_params:
             item = optimizer.foreach_temporary
             alive[item.key] = item(num_parameters=self.trainable, dtype_bytes=self.trained_bytes, ranks=plan.shard_size)
