@@ -37,6 +37,15 @@ def steps_done(folder: Path) -> list[dict[str, Any]]:
     return [event for event in journal.read_events(folder) if event["event"] == "step"]
 
 
+def wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], args: Namespace) -> bool:
+    """Wait for the first step; whether it came."""
+    while process.poll() is None and runs.time_left(args) > 0:
+        if steps_done(folder):
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
 def wait_for_the_middle_of_a_step(folder: Path, process: subprocess.Popen[bytes], args: Namespace) -> int | None:
     """Wait until half of the second step after a whole checkpoint is over; its number, or None where it never came."""
     while process.poll() is None and runs.time_left(args) > 0:
@@ -80,14 +89,17 @@ def run_and_kill(job: runs.Job, args: Namespace, record: runs.Record) -> dict[st
     """Start the job, kill the rank, and say how the group ended."""
     folder = args.folder / job.name
     process = subprocess.Popen(job.command(folder) + (["--force"] if args.force else []))
-    in_step = wait_for_the_middle_of_a_step(folder, process, args)
+    in_step = None
+    if wait_for_a_step(folder, process, args):
+        # looked for ahead: where steps are short one may pass meanwhile
+        group = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        victim = process_of_rank(group[1:], args.rank).pid
+        in_step = wait_for_the_middle_of_a_step(folder, process, args)
     found: dict[str, Any] = {"name": job.name, "killed_rank": args.rank, "in_step": in_step}
     if in_step is None:
         process.terminate()
         found |= {"exit_code": process.wait(), "ended_after_s": None, "left": [], "error": "no step to kill it in came"}
     else:
-        group = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        victim = process_of_rank(group[1:], args.rank).pid
         done_before = len(steps_done(folder))
         os.kill(victim, signal.SIGKILL)
         seconds, left = seconds_until_gone([one.pid for one in group], process)
