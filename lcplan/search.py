@@ -24,11 +24,11 @@ ORDER_BY = "h200"
 """GPU whose rates, scaled by the spec sheet, put the plans of an untimed GPU in order; they are not printed."""
 FORWARD_IGNORES = frozenset(("rope", "host_memory_bytes", "num_gpus", "gpus_per_node", "dp_replicate_size"))
 """Plan fields that change nothing of the forward phase; a test holds the formulas to it."""
+SHARED = ("mlp_tile_size", "kernels", "optim", "cp_comm_strategy")
+"""Plan fields of which the forward phase depends on some, but the bound takes what makes it smallest."""
 NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels"))
 """Levers that make nothing legal: a plan with them says less of why nothing is."""
-_forward_key = attrgetter(
-    *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "kernels", "optim"})
-)
+_forward_key = attrgetter(*(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, *SHARED}))
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Prices:
     def forward(self, plan: TrainPlan) -> int:
         """A bound of the peak from below, shared by plans that differ in nothing the forward phase depends on.
 
-        Bytes of the forward phase with the smallest tiles, where the MLP can have any, and with Liger's kernels, where
-        the plan can have them: then plans with and without share it.
+        Bytes of the forward phase with the smallest tiles, where the MLP can have any, with Liger's kernels, where the
+        plan can have them, and with the exchange that holds less: then plans with and without share it.
         """
         key = (plan.optim.removesuffix("_fused"), *_forward_key(plan))  # a fused optimizer keeps the same states
         if key not in self._forwards:
@@ -209,6 +209,8 @@ class Prices:
                 plan = plan.model_copy(update={"mlp_tile_size": min(TILE_SIZES)})
             if can_fuse(self.spec, plan):
                 plan = plan.model_copy(update={"kernels": "liger"})
+            if plan.cp_size > 1:
+                plan = plan.model_copy(update={"cp_comm_strategy": "alltoall"})
             self._forwards[key] = formula.forward_bytes(self.spec, plan)
         return self._forwards[key]
 
