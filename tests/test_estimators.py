@@ -110,6 +110,7 @@ NORMS = {"tokens": T, "hidden_size": H, "num_norms": 2, "num_linears": 5, "froze
         (activations.fused_mlp_backward(tokens=T, hidden_size=H, intermediate_size=INNER), 2 * 112 * 47),
         (attention.fused_qk_norm(**SHAPE), (2 * 9 * 16 + 36) * 7),
         (loss_head.fused_norm(tokens=T, hidden_size=H), 84 * 7),
+        (loss_head.fused_norm_forward(tokens=T, hidden_size=H), 164 * 7),
         (loss_head.fused_norm_backward(tokens=T, hidden_size=H), 164 * 7),
         (activations.mlp_tile(tile=3, hidden_size=H, intermediate_size=INNER), (80 + 1120) * 3 + 2 * 112 * 40),
         (activations.mlp_tile(tile=50, hidden_size=H, intermediate_size=INNER), (80 + 1120 + 224) * 50),

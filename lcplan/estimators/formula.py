@@ -548,12 +548,14 @@ class Step:
 
     def _last_layer_that_keeps(self) -> dict[str, Alive]:
         """Instants of a last layer that is not checkpointed, and of the final norm behind it."""
-        norm, wide = loss_head.final_norm_forward, TRAITS[self.spec.model_type].wide_norms
+        norm, fused = loss_head.final_norm_forward, loss_head.fused_norm_forward
         size = {"tokens": self.tokens, "hidden_size": self.spec.hidden_size}
-        shape = self.shapes[self.kinds[-1]]
-        own = layer_forward.instants_that_keep(shape)
-        own["final_norm"] = merge(self.saved[self.kinds[-1]], {norm.key: norm(wide=wide, float32=self.float32, **size)})
-        common = merge(self._layers_ran(), times(self.saved[self.kinds[-1]], -1), self._casts_in_forward(0))
+        wide, kept = TRAITS[self.spec.model_type].wide_norms, self.saved[self.kinds[-1]]
+        last = {norm.key: norm(wide=wide, float32=self.float32, **size)}
+        if self.fused:
+            last = {fused.key: fused(**size)}
+        own = layer_forward.instants_that_keep(self.shapes[self.kinds[-1]]) | {"final_norm": merge(kept, last)}
+        common = merge(self._layers_ran(), times(kept, -1), self._casts_in_forward(0))
         return {name: merge(common, alive) for name, alive in own.items()}
 
     def _first_layer_gathered(self) -> Alive:

@@ -48,6 +48,20 @@ def fused_norm(*, tokens: int, hidden_size: int) -> int:
     return (2 * hidden_size + 4) * tokens
 
 
+@item("loss_head.fused_norm_forward", "temporary")
+def fused_norm_forward(*, tokens: int, hidden_size: int) -> int:
+    """Forward of Liger's final RMSNorm: the last layer's output, reciprocal root, its own output.
+
+    Formula: ``(4*H + 4)*T``
+    Live in: forward (the last layer not checkpointed)
+    Rounding: exact
+    Ignores: nothing
+    Source: liger-kernel 0.8.5 ops/rms_norm.py rms_norm_forward
+    Confidence: modelled
+    """
+    return (4 * hidden_size + 4) * tokens
+
+
 @item("loss_head.fused_norm_backward", "temporary")
 def fused_norm_backward(*, tokens: int, hidden_size: int) -> int:
     """Backward of Liger's final RMSNorm: its input, and the gradient, which it changes in place.
