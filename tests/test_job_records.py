@@ -70,6 +70,42 @@ print(json.dumps([step.steps[-1]["peak_allocated_bytes"], step.steps[-1]["peak_r
 """
 
 
+SIGNALLED = """
+import json
+import attempt, causes
+LIBRARY = \"\"\"
+def recompute(signal):
+    try:
+        raise LookupError("stops a recomputation")
+    except LookupError:
+        raise signal
+\"\"\"
+exec(compile(LIBRARY, "/elsewhere/checkpoint.py", "exec"))
+signal = causes.Interrupted(15, "SIGTERM")
+
+class Attempt:
+    def __init__(self, settle):
+        self.guard, self.settle = self, settle
+
+def comes():
+    raise signal
+
+def fails(_):
+    raise ValueError("first")
+
+ends = [attempt.outcome(Attempt(lambda: None), lambda _: recompute(signal)), attempt.outcome(Attempt(comes), fails)]
+print(json.dumps([type(problem).__name__ for _, problem in ends]))
+"""
+
+
+@pytest.mark.train
+def test_a_signal_while_a_library_handles_an_error_is_what_ends_the_run() -> None:
+    """Torch's checkpoint ends each recomputation by an error of its own; one that has left the run comes first."""
+    done = run_python("-c", SIGNALLED, cwd=TEMPLATES)
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout) == ["Interrupted", "ValueError"]
+
+
 @pytest.mark.train
 @pytest.mark.parametrize(
     ("engine", "phases"),

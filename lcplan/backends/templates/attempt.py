@@ -204,10 +204,21 @@ def outcome(attempt: Attempt, run: Callable[[Attempt], dict[str, Any]]) -> tuple
         finally:
             attempt.guard.settle()
     except (KeyboardInterrupt, Interrupted) as problem:
-        failed_first = isinstance(problem.__context__, Exception)
-        return {}, problem.__context__ if failed_first else problem
+        return {}, failed_first(problem) or problem
     except Exception as problem:
         return {}, problem
+
+
+def failed_first(interruption: BaseException) -> Exception | None:
+    """The error that was already ending the run when a signal came.
+
+    One that a library was handling ends nothing: torch's checkpoint stops every recomputation by one.
+    """
+    error = interruption.__context__
+    if not isinstance(error, Exception) or error.__traceback__ is None:
+        return None
+    handled_in = Path(error.__traceback__.tb_frame.f_code.co_filename)
+    return error if handled_in.resolve().parent == Path(__file__).resolve().parent else None
 
 
 def verdict(attempt: Attempt, problem: BaseException | None) -> tuple[int, str | None]:
