@@ -261,7 +261,6 @@ def fill(path: Path, *, leave: int) -> None:
                 file.write(bytes(min(free - leave, 1 << 20)))
         except OSError:  # the job's own writing was quicker
             file.truncate(max(file.tell() - leave, 0))
-            file.flush()
 
 
 # --- two processes over gloo
