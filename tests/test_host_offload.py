@@ -88,6 +88,7 @@ print(json.dumps({
 }))
 """
 TWO_RANKS = """
+import os
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,6 +130,7 @@ def rank_of_two(rank, port, results):
         levers["narrow"] = [apart(narrow, full), apart(rounded, full)]
     results.put([found, levers])
     dist.destroy_process_group()
+    os._exit(0)  # threads of gloo may abort a Python that ends
 
 if __name__ == "__main__":
     import socket

@@ -223,8 +223,28 @@ def test_a_launcher_that_ignores_the_plan_is_found_out(tmp_path):
 
 RING_ON_CPU = ON_CPU.replace(
     "    sys.exit(",
-    "    from lcplan.tracing.seams import ring_attention_on_cpu\n    with ring_attention_on_cpu():\n        sys.exit(",
+    """
+    from lcplan.tracing.seams import ring_attention_on_cpu
+    threading.Thread(target=outlive, daemon=True).start()
+    with ring_attention_on_cpu():
+        sys.exit(""",
+).replace(
+    "if __name__",
+    """
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from torch.distributed import DistStoreError, TCPStore
+
+def outlive():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    while True:
+        with suppress(DistStoreError):
+            store.wait(["never"], timedelta(milliseconds=50))
+
+if __name__""",
 )
+"""A thread inside torch aborts a Python that ends, as a thread of gloo may."""
 
 
 def test_ring_attention_over_two_ranks_resumes_to_the_same_losses(tmp_path):

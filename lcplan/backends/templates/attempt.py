@@ -170,7 +170,7 @@ class Keeper(TrainerCallback):
 
 
 def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, Any]], *, tokens_per_step: int) -> int:
-    """Run the job, write result.json whatever happens, and return the exit code."""
+    """Run the job, write result.json whatever happens, and return the exit code; one of several ranks ends with it."""
     resume = "--resume" in sys.argv[1:]
     try:
         attempt = Attempt(folder, job, tokens_per_step=tokens_per_step, resume=resume)
@@ -184,16 +184,18 @@ def main(folder: Path, job: dict[str, Any], run: Callable[[Attempt], dict[str, A
     if attempt.rank == 0:
         journal.finish(folder)
         (folder / journal.STOP_FILE).unlink(missing_ok=True)
+    if attempt.guard.world_size == 1:
+        return exit_code
     if exit_code in (0, EXIT_STOPPED):
         if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+            torch.distributed.destroy_process_group()  # after a failure it would wait for ranks that wait for this one
         # torchrun would call it a failure of whoever ends first, and end the others
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else exit_code
-    if attempt.guard.world_size > 1:
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(exit_code)  # leaving the group in order would wait for ranks that wait for this one
-    return exit_code
+        exit_code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else exit_code
+    sys.stderr.flush()
+    sys.stdout.flush()
+    # Threads of gloo outlive their group. One that asks for Python's lock while Python ends aborts the process, and a
+    # rank that did its work would count as failed (pytorch#179291).
+    os._exit(exit_code)
 
 
 def outcome(attempt: Attempt, run: Callable[[Attempt], dict[str, Any]]) -> tuple[dict[str, Any], BaseException | None]:
