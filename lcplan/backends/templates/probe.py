@@ -123,6 +123,10 @@ class PhaseRecorder(TrainerCallback):
         self.parts.begin(model, optimizer)
         self._started = time.perf_counter()
 
+    def on_substep_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Called by the trainer after the backward of a micro batch that is not the step's last."""
+        self.parts.mark("backward")
+
     def on_pre_optimizer_step(self, *_args: Any, model: Any = None, **_kwargs: Any) -> None:
         """Called by the trainer when all gradients are there."""
         self.parts.mark("backward")
