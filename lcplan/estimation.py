@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators import formula, step_time, weights
 from lcplan.estimators._item import ITEMS
+from lcplan.estimators.host_need import host_items, host_need
 from lcplan.estimators.layer import Alive
 from lcplan.estimators.working import Working, showing_working
 from lcplan.hardware import GpuSpec
@@ -170,7 +171,7 @@ def make_report(
         headroom_bytes=gpu.usable_bytes - device_peak,
         host=host,
         disk=_disk(spec, plan),
-        items=_items(phases, on_top, formula.host_items(spec, plan)),
+        items=_items(phases, on_top, host_items(spec, plan)),
         phases=tuple(PhaseTotal(phase=phase, allocated_bytes=total) for phase, total in totals.items()),
         rope=rope,
         batch=BatchSize(sequences_per_step=plan.sequences_per_step, tokens_per_step=plan.tokens_per_step),
@@ -212,7 +213,7 @@ def workings(spec: ModelSpec, plan: TrainPlan, report: MemoryReport) -> dict[tup
     with showing_working():
         phases = formula.instants(spec, plan, rank=report.peak_rank).phases
         on_top = formula.on_top(plan, report.peak_allocated_bytes)
-        on_host = formula.host_items(spec, plan)
+        on_host = host_items(spec, plan)
     every = (pair for alive in (*phases.values(), on_top, on_host) for pair in alive.items())
     return {(key, int(value)): value for key, value in every if value and isinstance(value, Working)}
 
@@ -325,7 +326,7 @@ def _offload_warning(spec: ModelSpec, plan: TrainPlan, peak: int) -> tuple[PlanW
 
 
 def _host(spec: ModelSpec, plan: TrainPlan) -> HostMemory:
-    needed = formula.host_need(spec, plan)
+    needed = host_need(spec, plan)
     available = plan.host_memory_bytes
     return HostMemory(
         pinned_bytes_per_rank=needed.pinned_bytes_per_rank,

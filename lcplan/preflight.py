@@ -10,7 +10,7 @@ from lcplan.backends.inputs import check_data
 from lcplan.backends.job import JobSpec, ModelSource, packages
 from lcplan.doctor import TRAIN_PACKAGES, Finding, MachineFacts, Need, Presence, diagnose
 from lcplan.errors import DataError
-from lcplan.estimators.formula import host_need
+from lcplan.estimators.host_need import host_need
 from lcplan.job_options import DataSource, Device, TokenizerSource, TrainingOptions
 from lcplan.ledger import MemoryReport
 from lcplan.model_spec import ModelSpec

@@ -20,6 +20,7 @@ from lcplan.backends.job import JobSpec, ModelSource, render_job
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimation import make_report
 from lcplan.estimators import formula
+from lcplan.estimators.host_need import host_items, host_need
 from lcplan.estimators.layer import Alive
 from lcplan.estimators.runtime import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from lcplan.hardware import GpuSpec
@@ -189,9 +190,9 @@ def check_probe(spec: ModelSpec, plan: TrainPlan, *, rank: int, host_available: 
         )
     if not 0 <= rank < plan.num_gpus:
         raise PlanError("bad-rank", f"--rank {rank}: the plan has ranks 0 to {plan.num_gpus - 1}.")
-    items = formula.host_items(spec, plan)
+    items = host_items(spec, plan)
     loading = items["host.load_copies"]
-    needed = formula.host_need(spec, plan).pinned_bytes_per_rank + loading
+    needed = host_need(spec, plan).pinned_bytes_per_rank + loading
     if needed > host_available:
         raise EnvironmentProblem(
             "host-memory",
@@ -285,7 +286,7 @@ def compare(spec: ModelSpec, plan: TrainPlan, rank: int, found: ProbeResult) -> 
     ]
     pairs += [(phase, predicted, found.phases.get(phase)) for phase, predicted in totals.items()]
     pairs.append(("peak", max(totals.values()), found.peak_allocated_bytes))
-    pinned = formula.host_need(spec, plan).pinned_bytes_per_rank
+    pinned = host_need(spec, plan).pinned_bytes_per_rank
     pairs.append(("pinned", pinned, found.pinned_peak_bytes if pinned else None))
     return tuple(
         Compared(what=what, predicted_bytes=predicted, measured_bytes=measured)

@@ -15,6 +15,7 @@ from typing import Any
 from lcplan.errors import PlanError
 from lcplan.estimators import formula, step_time
 from lcplan.estimators.coverage import can_fuse, can_tile, check_covered
+from lcplan.estimators.host_need import host_need
 from lcplan.hardware import GpuSpec, KernelRates, load_gpu, scale_rates
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, Lever, Setting, conflict
 from lcplan.model_spec import ModelSpec
@@ -227,4 +228,4 @@ class Prices:
 def host_fits(spec: ModelSpec, plan: TrainPlan) -> bool:
     """Whether the node's memory suffices; an unknown one is taken to."""
     available = plan.host_memory_bytes
-    return available is None or formula.host_need(spec, plan).bytes_per_node <= available
+    return available is None or host_need(spec, plan).bytes_per_node <= available

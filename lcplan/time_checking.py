@@ -18,7 +18,8 @@ from lcplan import catalog
 from lcplan._record import Record
 from lcplan.checking import MeasuredRow, row_plan, row_spec
 from lcplan.errors import ModelError, PlanError
-from lcplan.estimators import formula, step_time
+from lcplan.estimators import step_time
+from lcplan.estimators.host_need import host_need
 from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
@@ -180,6 +181,6 @@ def _seconds(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, *, steady: bool) ->
     parts = step_time.StepTimer(spec, gpu, rates).parts(plan)
     if steady:
         return parts.total
-    pinned = formula.host_need(spec, plan).pinned_bytes_per_rank
+    pinned = host_need(spec, plan).pinned_bytes_per_rank
     pinning = step_time.pinning_seconds(pinned_bytes=pinned, by_trl=plan.activation_offloading)
     return parts.without_optimizer / plan.gradient_accumulation_steps + pinning

@@ -15,6 +15,7 @@ from lcplan.estimators import deepspeed_order as order
 from lcplan.estimators import formula
 from lcplan.estimators.deepspeed_order import Arrival, Parameter
 from lcplan.estimators.deepspeed_step import ZeroStep, gradient_hook
+from lcplan.estimators.host_need import host_need
 from lcplan.hardware import load_gpu
 from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
@@ -291,11 +292,11 @@ def test_pinned_bytes_of_the_rows_with_offload() -> None:
         ({"zero_stage": 3, "offload_optimizer": True}, 3_221_708_815),
         ({"zero_stage": 3, "offload_optimizer": True, "offload_params": True}, 5_855_783_439),
     ):
-        need = formula.host_need(spec, _plan(spec, max_length=16_384, **levers))
+        need = host_need(spec, _plan(spec, max_length=16_384, **levers))
         assert need.pinned_bytes_per_rank == pytest.approx(measured, abs=500_000)
         assert need.other_bytes_per_rank >= -(-8 * spec.num_parameters // 4)
     assert need.load_bytes_per_node == 4 * 2 * spec.num_parameters, "every process reads the model"
-    assert formula.host_need(spec, _plan(spec)).pinned_bytes_per_rank == 0
+    assert host_need(spec, _plan(spec)).pinned_bytes_per_rank == 0
 
 
 def test_a_checkpoint_holds_masters_and_moments() -> None:

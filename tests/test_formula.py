@@ -10,6 +10,7 @@ from lcplan.checking import load_rows, row_spec
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import formula
+from lcplan.estimators.host_need import host_need
 from lcplan.hardware import load_gpu
 from lcplan.ledger import PHASE_HELP, MemoryReport
 from lcplan.model_loading import load_model
@@ -196,7 +197,7 @@ def test_parameter_offload_leaves_no_states_on_the_gpu() -> None:
     plan = plan_of(tiny_spec(), **sizes, offload_params=True)
     for alive in formula.instants(tiny_spec(), plan).phases.values():
         assert not {"weights.parameters", "optimizer.adamw_states", "gradients.finished"} & set(alive)
-    need = formula.host_need(tiny_spec(), plan)
+    need = host_need(tiny_spec(), plan)
     assert need.other_bytes_per_rank == -(-8 * P // 4)
     assert need.bytes_per_node == 4 * (need.pinned_bytes_per_rank + need.other_bytes_per_rank)
 
@@ -250,7 +251,7 @@ def test_trl_offloading_keeps_one_input_in_the_backward() -> None:
     plan = plan_of(tiny_spec(), max_length=t, activation_offloading=True)
     phases = formula.instants(tiny_spec(), plan).phases
     assert phases["backward[4].mlp"]["activations.layer_inputs"] == 2 * 40 * t
-    assert formula.host_need(tiny_spec(), plan).pinned_bytes_per_rank > 0
+    assert host_need(tiny_spec(), plan).pinned_bytes_per_rank > 0
 
 
 @pytest.mark.parametrize("targets", ["lm_head", "q_proj,", "all_linear", ""])

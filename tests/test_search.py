@@ -16,6 +16,7 @@ from lcplan.errors import PlanError
 from lcplan.estimation import estimate
 from lcplan.estimators import formula, step_time
 from lcplan.estimators.coverage import check_covered
+from lcplan.estimators.host_need import host_need
 from lcplan.levers import BY_ID, LEVERS, OFF, TILE_SIZES, active_levers, conflict, divisors, excluded, spacings
 from lcplan.model_spec import ModelSpec
 from lcplan.recommendation import AS_FAST, SEARCHED, Goal, Recommendation, recommend
@@ -134,7 +135,7 @@ def test_an_unfused_optimizer_is_never_smaller_nor_faster() -> None:
         unfused = candidate.plan.model_copy(update={"optim": "adamw_torch"})
         assert fresh_peak(spec, unfused) >= fresh_peak(spec, candidate.plan)
         assert timer.seconds(unfused) >= timer.seconds(candidate.plan)
-        assert formula.host_need(spec, unfused) == formula.host_need(spec, candidate.plan)
+        assert host_need(spec, unfused) == host_need(spec, candidate.plan)
 
 
 @pytest.mark.parametrize(

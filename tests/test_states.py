@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lcplan.estimators import formula
+from lcplan.estimators.host_need import host_items, host_need
 from lcplan.estimators.layer import Alive
 from tests.conftest import plan_of, tiny_spec
 
@@ -57,8 +58,8 @@ def test_paged_states_are_not_in_the_allocator_but_on_the_host_if_need_be() -> N
         step = formula.instants(spec, plan).phases["optimizer_step"]
         assert step.get("optimizer.paged_scales", 0) == scales
         assert "optimizer.adamw_states" not in step
-        assert formula.host_items(spec, plan)["host.paged_states"] == states
-        assert formula.host_need(spec, plan).other_bytes_per_rank == states
+        assert host_items(spec, plan)["host.paged_states"] == states
+        assert host_need(spec, plan).other_bytes_per_rank == states
 
 
 def test_small_adapters_are_not_paged() -> None:
@@ -166,7 +167,7 @@ def test_ddp_keeps_everything_and_its_buckets() -> None:
     adapters = phases(max_length=64, num_gpus=2, backend="ddp", lora_r=8)["loss"]
     assert adapters["communication.ddp_buckets"] == 4 * 5 * 8 * SIDES
     spec = tiny_spec()
-    need = formula.host_need(spec, plan_of(spec, max_length=64, num_gpus=2, gpus_per_node=2, backend="ddp"))
+    need = host_need(spec, plan_of(spec, max_length=64, num_gpus=2, gpus_per_node=2, backend="ddp"))
     assert need.load_bytes_per_node == 2 * 2 * P
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from lcplan.backends.job import render_job
 from lcplan.checking import ring_rank
 from lcplan.estimators import formula
+from lcplan.estimators.host_need import host_need
 from lcplan.model_loading import load_model
 from lcplan.probing import check_probe, host_memory_available, measured_row, probe_job, start_probe, with_layers
 from lcplan.rope import resolve_rope
@@ -75,7 +76,7 @@ def main() -> int:
         plan, _ = resolve(spec, {"gpu": "h200", **given}, usual_gpus_per_node=8)
         predicted = {
             "peak_allocated_bytes": max(formula.instants(spec, plan, rank=ring_rank(rank, plan)).totals().values()),
-            "pinned_peak_bytes": formula.host_need(spec, plan).pinned_bytes_per_rank,
+            "pinned_peak_bytes": host_need(spec, plan).pinned_bytes_per_rank,
         }
         check_probe(spec, plan, rank=rank, host_available=host_memory_available())
         job = probe_job(spec, plan, resolve_rope(spec, plan.max_length, plan.rope))
