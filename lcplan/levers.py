@@ -7,6 +7,7 @@ combination of ``settings``; levers of one ``dimension`` are alternatives, and `
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from lcplan._record import Record
@@ -439,6 +440,7 @@ def excluded(lever: Lever) -> tuple[str, ...]:
     return tuple(other.id for other in LEVERS if other.id in both)
 
 
+@lru_cache(maxsize=4096)
 def conflict(pulled: frozenset[str]) -> str | None:
     """Why these levers do not go together, by the table; None where they do."""
     for id in sorted(pulled):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from lcplan._collection import no_collection
 from lcplan._record import Record
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
@@ -119,7 +120,8 @@ def recommend(spec: ModelSpec, goal: Goal, gpu: GpuSpec, *, units: ByteUnits = "
     Raises:
         PlanError: when no combination of the goal is legal at all (the message is the most telling one).
     """
-    return _Search(spec, goal, gpu, units).answer()
+    with no_collection():  # of thousands of plans none refers to itself
+        return _Search(spec, goal, gpu, units).answer()
 
 
 def compare_gpus(answers: Sequence[Recommendation]) -> Recommendation:

@@ -38,7 +38,6 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     dropout = spec.config.get("attention_dropout")
     gemma = spec.model_type in ("gemma2", "gemma3", "gemma3_text")
     lora = plan.lora_r is not None
-    masked = _takes_masks(spec, plan)
     return {
         f"{spec.id} (model_type {spec.model_type}; covered: {', '.join(TRAITS)})": spec.model_type not in TRAITS,
         "--activation-checkpointing selective with --dtype float32": selective and float32,
@@ -48,31 +47,16 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         "--offload-params without --backend fsdp2 or deepspeed": (
             plan.offload_params and plan.backend not in ("fsdp2", "deepspeed")
         ),
-        **{
-            f"--mlp-tile-size {plan.mlp_tile_size} with {what}": plan.mlp_tile_size is not None and present
-            for what, present in _not_tiled(spec, plan).items()
-        },
-        **{
-            f"--kernels {plan.kernels} with {what}": plan.kernels != "none" and present
-            for what, present in _not_fused(spec, plan, plain=plain, masked=masked).items()
-        },
-        **_uncovered_lora(spec, plan, plain=plain),
+        **_with(f"--mlp-tile-size {plan.mlp_tile_size}", _not_tiled(spec, plan) if plan.mlp_tile_size else {}),
+        **_with(f"--kernels {plan.kernels}", _not_fused(spec, plan) if plan.kernels != "none" else {}),
+        **_uncovered_lora(spec, plan),
         **_uncovered_deepspeed(spec, plan),
         # a family that hands attention's layout on might not with that kernel, and gpt-oss has one of its own
         f"{spec.model_type} with --attn-implementation flash_attention_2": (
             plan.attn_implementation == "flash_attention_2" and spec.model_type in ("phi3", "glm4", "gpt_oss")
         ),
-        **{
-            f"{spec.id}: a materialised attention mask (eager, padding, or a sliding window) with {what}": masked and on
-            for what, on in {
-                "--dtype float32": float32,
-                "--activation-checkpointing selective": selective,
-                "--offload-activations": plan.offload_activations,
-                "--activation-offloading": plan.activation_offloading,
-                f"--lora-r {plan.lora_r}": lora,
-            }.items()
-        },
-        **_uncovered_evaluation(spec, plan, plain=plain, masked=masked, float32=float32),
+        **_uncovered_masks(spec, plan),
+        **_uncovered_evaluation(spec, plan),
         f"{spec.id} with attention_dropout {dropout}": bool(dropout),
         "gemma2 with --loss full": spec.model_type == "gemma2" and plan.loss == "full",
         f"{spec.model_type} with more than one GPU": gemma and plan.num_gpus > 1,
@@ -110,6 +94,10 @@ def _uncovered(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     }
 
 
+def _with(what: str, also: dict[str, bool]) -> dict[str, bool]:
+    return {f"{what} with {other}": present for other, present in also.items()}
+
+
 def can_tile(spec: ModelSpec, plan: TrainPlan) -> bool:
     """Whether the formulas cover the plan's MLPs in tiles."""
     return not plan.activation_offloading and not any(_not_tiled(spec, plan).values())
@@ -117,8 +105,7 @@ def can_tile(spec: ModelSpec, plan: TrainPlan) -> bool:
 
 def can_fuse(spec: ModelSpec, plan: TrainPlan) -> bool:
     """Whether the formulas cover the plan with Liger's kernels."""
-    plain, masked = spec.model_type in PLAIN_FAMILIES, _takes_masks(spec, plan)
-    return not any(_not_fused(spec, plan, plain=plain, masked=masked).values())
+    return not any(_not_fused(spec, plan).values())
 
 
 def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
@@ -130,15 +117,15 @@ def _not_tiled(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     }
 
 
-def _not_fused(spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool) -> dict[str, bool]:
+def _not_fused(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
     return {
-        spec.model_type: not plain,
+        spec.model_type: spec.model_type not in PLAIN_FAMILIES,
         f"--backend {plan.backend}": plan.backend not in ("single", "fsdp2"),
         f"--dtype {plan.dtype}": plan.dtype == "float32" and plan.backend != "fsdp2",
         f"--lora-r {plan.lora_r}": plan.lora_r is not None,
         f"--loss {plan.loss}": plan.loss != "chunked",
         f"--attn-implementation {plan.attn_implementation}": plan.attn_implementation != "sdpa",
-        "a materialised attention mask (padding, or a sliding window)": masked,
+        "a materialised attention mask (padding, or a sliding window)": _takes_masks(spec, plan),
         "--activation-offloading": plan.activation_offloading,
         f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}": plan.per_device_eval_batch_size is not None,
     }
@@ -174,25 +161,36 @@ def _uncovered_deepspeed(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
         f"--zero-stage {plan.zero_stage} and --sp-size {plan.sp_size}": plan.zero_stage != 3 and plan.sp_size > 1,
         "--offload-params without --offload-optimizer": plan.offload_params and not plan.offload_optimizer,
     }
-    return {f"--backend deepspeed with {what}": present for what, present in also.items()}
+    return _with("--backend deepspeed", also)
 
 
-def _uncovered_evaluation(
-    spec: ModelSpec, plan: TrainPlan, *, plain: bool, masked: bool, float32: bool
-) -> dict[str, bool]:
-    rows = plan.per_device_eval_batch_size
+def _uncovered_evaluation(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
+    if plan.per_device_eval_batch_size is None:
+        return {}
     also = {
-        spec.model_type: not plain,
-        "a materialised attention mask (eager, padding, or a sliding window)": masked,
+        spec.model_type: spec.model_type not in PLAIN_FAMILIES,
+        "a materialised attention mask (eager, padding, or a sliding window)": _takes_masks(spec, plan),
         f"--lora-r {plan.lora_r}": plan.lora_r is not None,
-        "--dtype float32": float32,
+        "--dtype float32": plan.dtype == "float32" and plan.backend != "fsdp2",
         f"--loss {plan.loss}": plan.loss != "chunked",
         "--offload-params": plan.offload_params,
         "--no-reshard-after-forward": not plan.reshard_after_forward,
         "--backend ddp": plan.backend == "ddp",
     }
-    asked = f"--per-device-eval-batch-size {rows} with"
-    return {f"{asked} {what}": rows is not None and present for what, present in also.items()}
+    return _with(f"--per-device-eval-batch-size {plan.per_device_eval_batch_size}", also)
+
+
+def _uncovered_masks(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
+    if not _takes_masks(spec, plan):
+        return {}
+    also = {
+        "--dtype float32": plan.dtype == "float32" and plan.backend != "fsdp2",
+        "--activation-checkpointing selective": plan.activation_checkpointing == "selective",
+        "--offload-activations": plan.offload_activations,
+        "--activation-offloading": plan.activation_offloading,
+        f"--lora-r {plan.lora_r}": plan.lora_r is not None,
+    }
+    return _with(f"{spec.id}: a materialised attention mask (eager, padding, or a sliding window)", also)
 
 
 def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:
@@ -200,8 +198,9 @@ def _takes_masks(spec: ModelSpec, plan: TrainPlan) -> bool:
     return plan.padding or plan.attn_implementation == "eager" or (plan.attn_implementation == "sdpa" and slides)
 
 
-def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[str, bool]:
-    lora = plan.lora_r is not None
+def _uncovered_lora(spec: ModelSpec, plan: TrainPlan) -> dict[str, bool]:
+    if plan.lora_r is None:
+        return {}
     also = {
         "--offload-params": plan.offload_params,
         f"--dp-replicate-size {plan.dp_replicate_size}": plan.dp_replicate_size > 1 and plan.backend == "fsdp2",
@@ -211,6 +210,6 @@ def _uncovered_lora(spec: ModelSpec, plan: TrainPlan, *, plain: bool) -> dict[st
         f"--loss {plan.loss}": plan.loss != "chunked",
         f"--optim {plan.optim}": plan.optim not in LORA_OPTIMIZERS,
         "--no-reshard-after-forward": not plan.reshard_after_forward,
-        spec.model_type: not plain,
+        spec.model_type: spec.model_type not in PLAIN_FAMILIES,
     }
-    return {f"--lora-r {plan.lora_r} with {what}": lora and present for what, present in also.items()}
+    return _with(f"--lora-r {plan.lora_r}", also)

@@ -8,11 +8,10 @@ tensors and is an item of its own.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from lcplan._collection import no_collection
 from lcplan.errors import EnvironmentProblem, PlanError
 from lcplan.estimators.runtime import cublas_workspace
 from lcplan.model_spec import ModelSpec
@@ -153,18 +152,6 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
         if not plan.offload_params:  # else the optimizer works on the host
             optimizer_step(tracker, model, plan)
         del batches
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Without Python's collector, which would free what sits in reference cycles at moments that nothing fixes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _local(tensor: Any) -> Any:
