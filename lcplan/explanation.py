@@ -39,10 +39,10 @@ class LeftOut(Record):
     why: str
 
 
-def binding(report: MemoryReport, units: ByteUnits) -> str:
-    """Which item at which instant on which device sets the limit."""
+def binding(report: MemoryReport, units: ByteUnits, *, on_host: bool = False) -> str:
+    """Which item at which instant on which device sets the limit; ``on_host`` says that the host does."""
     top = report.dominant
-    if report.host.fits is False:
+    if on_host or report.host.fits is False:
         return f"host memory: {format_bytes(report.host.pinned_bytes_per_node, units)} pinned a node"
     return f"{top.key} ({format_bytes(top.num_bytes, units)}) in {report.peak_phase} on {report.gpu.id}"
 

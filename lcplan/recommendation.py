@@ -47,6 +47,8 @@ class Goal(Record):
     objective: Objective = "fastest"
     min_gpus: bool = False
     """Take as few of ``num_gpus`` as will do."""
+    writable: bool = False
+    """Only plans that TRL's own files can say, as far as ``fixed`` does not see to it: no attention on the host."""
     headroom_bytes: int | None = Field(default=None, ge=0)
     """What must stay free on a GPU; None: a twentieth under ``fastest`` with a length where that can be had."""
     disk_bytes: int | None = Field(default=None, gt=0)
@@ -176,7 +178,7 @@ class _Search:
                 goal=self.goal,
                 plans=(ranked,),
                 searched=searched,
-                binding=binding(ranked.report, self.units),
+                binding=self._binding(ranked),
                 headroom_bytes=self.headroom or 0,
                 order=order_words(self.gpu),
                 fewer_gpus=self._fewer_gpus(best, plans),
@@ -188,7 +190,7 @@ class _Search:
             goal=self.goal,
             plans=(),
             searched=searched,
-            binding=binding(ranked.report, self.units),
+            binding=self._binding(ranked),
             headroom_bytes=self.headroom or 0,
             order=order_words(self.gpu),
             fewer_gpus=self._fewer_gpus(missed, plans),
@@ -197,6 +199,13 @@ class _Search:
             changes=tuple(self._changes(ranked.report, num_gpus)),
         )
 
+    def _binding(self, ranked: RankedPlan) -> str:
+        """What sets the limit: of the longest length what a longer one has no room for."""
+        plan = ranked.plan
+        longer = plan.model_copy(update={"max_length": plan.max_length + plan.length_multiple})
+        on_host = self.goal.max_length is None and not host_fits(self.spec, longer)
+        return binding(ranked.report, self.units, on_host=on_host)
+
     def _counts(self, most: int) -> tuple[int, ...]:
         """Numbers of GPUs to try; what the user said of a node is taken for all of them."""
         node = int(self.fixed.get("gpus_per_node", self.gpu.gpus_per_node))
@@ -204,7 +213,10 @@ class _Search:
 
     def _lattice(self, counts: Sequence[int], length: int, **fixed: Any) -> Lattice:
         resolve_rope(self.spec, length, str(self.fixed.get("rope", "auto")))
-        found = lattice(self.spec, self.gpu, counts, length, self.fixed | fixed)
+        return self._legal(counts, length, self.fixed | fixed)
+
+    def _legal(self, counts: Sequence[int], length: int, fixed: dict[str, Any]) -> Lattice:
+        found = lattice(self.spec, self.gpu, counts, length, fixed, writable=self.goal.writable)
         if not found.candidates:
             raise _most_telling(found.refusals)
         return found
@@ -260,17 +272,18 @@ class _Search:
         multiple = 2 * lcm(*counts)
         if multiple > MAX_TOKENS:
             counts, multiple = counts[-1:], 2 * counts[-1]
-        base = lattice(self.spec, self.gpu, counts, multiple, self.fixed | {"rope": "none"})
-        if not base.candidates:
-            raise _most_telling(base.refusals)
+        base = self._legal(counts, multiple, self.fixed | {"rope": "none"})
         best = 0
         for candidate in self._most_saving_first(base.candidates, min(reach, MAX_TOKENS // batch)):
             best = self._longer(candidate, best, min(reach, MAX_TOKENS // batch))
         if best == 0:
+            used = max(candidate.plan.num_gpus for candidate in base.candidates)
+            more = "more GPUs, " if used == counts[-1] else ""
+            why = "" if more else f" More GPUs: {_most_telling(base.refusals).message}"
             raise PlanError(
                 "nothing-fits",
-                f"No combination of levers fits {self.spec.id} on {counts[-1]} x {self.gpu.id} at any length. Use more "
-                "GPUs, a larger one, or a smaller model.",
+                f"No combination of levers fits {self.spec.id} on {used} x {self.gpu.id} at any length. Use {more}"
+                f"a larger one, or a smaller model.{why}",
             )
         return best
 
@@ -418,8 +431,6 @@ SEARCHED = (
 
 def _most_telling(refusals: Sequence[PlanError]) -> PlanError:
     """Of the reasons why nothing is legal the one that holds for most combinations."""
-    if not refusals:
-        return PlanError("nothing-legal", "No combination of levers is legal for this goal.")
     counts: dict[str, int] = {}
     for refusal in refusals:
         counts[refusal.message] = counts.get(refusal.message, 0) + 1

@@ -30,8 +30,6 @@ FORWARD_IGNORES = frozenset(
     )
 )  # fmt: skip
 """Plan fields that change nothing of that instant of the forward; a test holds the formulas to it."""
-NEVER_NEEDED = frozenset(("mlp-tiles", "fused-kernels", "cp-head-chunks"))
-"""Levers that make nothing legal: a plan with them says less of why nothing is."""
 _forward_key = attrgetter(
     *(name for name in TrainPlan.model_fields if name not in {*FORWARD_IGNORES, "mlp_tile_size", "kernels", "optim"})
 )
@@ -62,6 +60,7 @@ class Lattice:
 
     candidates: tuple[Candidate, ...]
     refusals: tuple[PlanError, ...]
+    """Of the plans with the most GPUs those with the fewest levers; without a candidate at least one."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,12 @@ class _Choice:
 
 def dimensions(spec: ModelSpec, num_gpus: int, fixed: Setting) -> list[list[_Choice]]:
     """For each dimension what can be chosen; what the user fixed is the only choice there."""
+    groups = num_gpus // int(fixed.get("sp_size", 1))  # Ulysses is the user's to decide: what it leaves is split
     found: dict[str, list[_Choice]] = {name: [_Choice(None, off)] for name, off in OFF.items()}
     for lever in LEVERS:
         if not lever.has_alternative:
             found[lever.dimension] = []
-        choices = [_Choice(lever, setting) for setting in lever.settings(spec, num_gpus)]
+        choices = [_Choice(lever, setting) for setting in lever.settings(spec, groups)]
         if choices:
             found.setdefault(lever.dimension, []).extend(choices)
     return [kept for choices in found.values() if (kept := _agreeing(choices, fixed))]
@@ -86,10 +86,18 @@ def dimensions(spec: ModelSpec, num_gpus: int, fixed: Setting) -> list[list[_Cho
 
 def _agreeing(choices: list[_Choice], fixed: Setting) -> list[_Choice]:
     """Those choices that set nothing against ``fixed``; one that is not among them stays the user's own."""
-    kept = [
-        choice for choice in choices if all(fixed.get(name, value) == value for name, value in choice.setting.items())
-    ]
+    offered = _with_own(choices, fixed)
+    kept = [c for c in offered if all(fixed.get(name, value) == value for name, value in c.setting.items())]
     return kept or [_Choice(None, {})]
+
+
+def _with_own(choices: list[_Choice], fixed: Setting) -> list[_Choice]:
+    """The choices, and that of a lever whose many settings are alike for a value that is not among them."""
+    for name, value in fixed.items():
+        alike = [c for c in choices if c.lever is not None and c.lever.settings_alike and name in c.setting]
+        if len(alike) > 1 and value not in [choice.setting.get(name) for choice in choices]:
+            return [*choices, _Choice(alike[0].lever, alike[0].setting | {name: value})]
+    return choices
 
 
 def gpu_counts(most: int, gpus_per_node: int) -> tuple[int, ...]:
@@ -102,11 +110,16 @@ def gpu_counts(most: int, gpus_per_node: int) -> tuple[int, ...]:
     return (*counts, most) if most > gpus_per_node else tuple(counts)
 
 
-def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: int, fixed: Setting) -> Lattice:
-    """Every legal plan on one of these numbers of GPUs, in order of time a token."""
+def lattice(
+    spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: int, fixed: Setting, *, writable: bool = False
+) -> Lattice:
+    """Every legal plan on one of these numbers of GPUs, in order of time a token.
+
+    With ``writable`` none that moves attention outputs to the host, which takes the job's own code.
+    """
     timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
     found: list[Candidate] = []
-    refusals: list[tuple[int, PlanError]] = []
+    refusals: list[tuple[int, int, PlanError]] = []
     for num_gpus in counts:
         given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
         for levers, settings in _classes(spec, num_gpus, fixed):
@@ -114,14 +127,37 @@ def lattice(spec: ModelSpec, gpu: GpuSpec, counts: Sequence[int], max_length: in
                 first, _ = resolve(spec, given | settings[0], usual_gpus_per_node=gpu.gpus_per_node)
                 check_covered(spec, first)
             except PlanError as error:
-                refusals.append((len(levers & NEVER_NEEDED), error))
+                refusals.append((-num_gpus, sum(not BY_ID[id].is_default for id in levers), error))
                 continue
             for setting in settings:
                 plan = first if setting is settings[0] else first.model_copy(update=setting)
-                found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
+                if not (writable and plan.keeps_attention_on_host):
+                    found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
     found.sort(key=lambda candidate: candidate.order)
-    fewest = min((number for number, _ in refusals), default=0)
-    return Lattice(tuple(found), tuple(error for number, error in refusals if number == fewest))
+    if not found and (own := _own_refusal(spec, gpu, counts[-1], max_length, fixed)):
+        return Lattice((), (own,))
+    if not found and not refusals:
+        return Lattice((), (_conflict(spec, counts[-1], fixed),))
+    plainest = min((order for *order, _ in refusals), default=None)
+    return Lattice(tuple(found), tuple(error for *order, error in refusals if order == plainest))
+
+
+def _own_refusal(spec: ModelSpec, gpu: GpuSpec, num_gpus: int, max_length: int, fixed: Setting) -> PlanError | None:
+    """What the stack or the formulas have against the user's own values, without any lever."""
+    try:
+        given = fixed | {"gpu": gpu.id, "num_gpus": num_gpus, "max_length": max_length}
+        check_covered(spec, resolve(spec, given, usual_gpus_per_node=gpu.gpus_per_node)[0])
+    except PlanError as error:
+        return error
+    return None
+
+
+def _conflict(spec: ModelSpec, num_gpus: int, fixed: Setting) -> PlanError:
+    """What the table has against the fewest levers that the user's values leave."""
+    choices = [[lever for lever, _ in _alike(kept)] for kept in dimensions(spec, num_gpus, fixed)]
+    pulled = min(({lever.id for lever in picked if lever} for picked in product(*choices)), key=len)
+    why = conflict(frozenset(pulled))
+    return PlanError("nothing-legal", f"No combination of levers is legal for this goal{f': {why}' if why else ''}.")
 
 
 def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:

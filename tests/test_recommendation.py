@@ -248,6 +248,42 @@ def test_a_miss_by_the_headroom_alone_says_so() -> None:
     assert answer.changes[1].startswith("a headroom of 3.7")
 
 
+def test_of_plans_for_trl_s_own_files_the_fastest_with_or_without_kept_attention() -> None:
+    """What they cannot say is attention on the host; kept on the GPU it can be faster than full checkpointing."""
+    spec = load_model("Qwen/Qwen3-4B")
+    goal = {"max_length": 786_432, "num_gpus": 8}
+    ours, theirs, full = (
+        ask(spec, H100, **goal, **more).plans[0]
+        for more in (
+            {"fixed": PLAIN},
+            {"fixed": PLAIN, "writable": True},
+            {"fixed": PLAIN | {"activation_checkpointing": "full"}},
+        )
+    )
+    assert ours.plan.keeps_attention_on_host
+    assert (theirs.plan.activation_checkpointing, theirs.plan.offload_activations) == ("selective", False)
+    times = [ranked.report.step_time_s or 0.0 for ranked in (theirs, full)]
+    assert times[0] < 0.8 * times[1]
+
+
+def test_host_memory_that_ends_the_longest_length_is_what_binds() -> None:
+    spec = load_model("Qwen/Qwen3-0.6B")
+    fixed = {"offload_activations": True, "rope": "none"}
+    small, large = (ask(spec, H100, fixed=fixed | {"host_memory_bytes": size * GIB}) for size in (16, 4096))
+    assert small.binding.startswith("host memory: ")
+    assert not large.binding.startswith("host memory: ")
+    lengths = [answer.plans[0].plan.max_length for answer in (small, large)]
+    assert lengths[0] < lengths[1]
+
+
+def test_more_gpus_are_not_the_advice_where_the_formulas_do_not_cover_them() -> None:
+    h200 = load_gpu("h200")
+    with pytest.raises(PlanError, match=r"on 1 x h200 at any length\. Use a larger one, .* More GPUs: qwen3_moe"):
+        ask(load_model("Qwen/Qwen3-30B-A3B"), h200, num_gpus=8)
+    with pytest.raises(PlanError, match=r"on 1 x h100-80gb at any length\. Use more GPUs, a larger one"):
+        ask(load_model("Qwen/Qwen3-32B"), H100, num_gpus=1)
+
+
 def test_fewest_gpus() -> None:
     spec = load_model("Qwen/Qwen3-8B")
     answer = ask(spec, H100, max_length=2**19, num_gpus=8, min_gpus=True)

@@ -164,11 +164,57 @@ def test_of_spacings_with_as_many_checkpointed_layers_the_smallest_needs_least(g
     assert spacings(load_model("openai/gpt-oss-20b")) == tuple(range(2, 25))
 
 
-def test_a_refusal_names_what_was_asked_not_what_the_search_put_in() -> None:
-    fixed = {"lora_r": 8, "packing": True}
-    refusals = lattice(load_model("Qwen/Qwen3-8B"), H100, (1,), 4096, fixed).refusals
-    assert refusals
-    assert not [refusal for refusal in refusals if "--kernels" in refusal.message or "--mlp-tile" in refusal.message]
+@pytest.mark.parametrize(
+    ("num_gpus", "fixed", "said"),
+    [
+        (1, {"lora_r": 8, "packing": True}, "--packing"),
+        (8, {"cp_head_chunks": 8, "cp_size": 1}, "--cp-head-chunks 8 is of ring attention, and --cp-size is 1."),
+        (8, {"cp_head_chunks": 8, "dp_shard_size": 8}, "--cp-head-chunks 8 is of ring attention"),
+        (8, {"offload_prefetch": True, "activation_checkpointing": "selective"}, "--offload-prefetch brings"),
+        (8, {"offload_prefetch": True, "backend": "deepspeed"}, "--offload-prefetch"),
+        (8, {"lora_r": 16, "checkpoint_every_n_layers": 6}, "--lora-r 16 with --checkpoint-every-n-layers 6"),
+        (1, {"offload_params": True}, "--offload-params without --backend fsdp2"),
+    ],
+)
+def test_a_refusal_names_what_was_asked_not_what_the_search_put_in(
+    num_gpus: int, fixed: dict[str, Any], said: str
+) -> None:
+    found = lattice(load_model("Qwen/Qwen3-8B"), H100, gpu_counts(num_gpus, 8), 4096, fixed)
+    assert not found.candidates
+    assert all(said in refusal.message for refusal in found.refusals)
+    assert found.refusals
+
+
+def test_what_the_table_has_against_a_goal_is_said_where_the_stack_has_nothing() -> None:
+    """Accelerate takes the ring's way of exchanging without a ring."""
+    for num_gpus, fixed in ((1, {}), (8, {"cp_size": 1})):
+        found = lattice(load_model("Qwen/Qwen3-8B"), H100, (num_gpus,), 4096, {"cp_comm_strategy": "alltoall", **fixed})
+        assert not found.candidates
+        assert [refusal.code for refusal in found.refusals] == ["nothing-legal"]
+        assert "alltoall needs context-parallel" in found.refusals[0].message
+
+
+def test_a_spacing_that_the_search_would_not_try_is_the_user_s_own() -> None:
+    """7 checkpoints as many of 36 layers as 6 does."""
+    spec = load_model("Qwen/Qwen3-8B")
+    assert 7 not in spacings(spec)
+    found = {
+        n: {
+            searched(candidate.plan.model_copy(update={"checkpoint_every_n_layers": 0}))
+            for candidate in lattice(spec, H100, (8,), 2**14, {"checkpoint_every_n_layers": n}).candidates
+        }
+        for n in (6, 7)
+    }
+    assert found[7] == found[6]
+    assert any("checkpoint-every-n-layers" in c.levers for c in lattice(
+        spec, H100, (8,), 2**14, {"checkpoint_every_n_layers": 7, "activation_checkpointing": "full"}
+    ).candidates)  # fmt: skip
+
+
+def test_gpus_that_ulysses_leaves_are_split() -> None:
+    spec, fixed = load_model("Qwen/Qwen3-8B"), {"backend": "deepspeed", "sp_size": 4}
+    plans = [candidate.plan for candidate in lattice(spec, H100, (4, 8), 2**14, fixed).candidates]
+    assert {(plan.num_gpus, plan.sp_size, plan.dp_shard_size) for plan in plans} == {(4, 4, 1), (8, 4, 2)}
 
 
 def test_what_a_lever_sets_is_known_as_searched() -> None:

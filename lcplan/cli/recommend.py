@@ -100,7 +100,10 @@ def command(
     gpus = [load_gpu(id) for id in ids]
     prices = parse_prices(price or [], [found.id for found in gpus])
 
-    def goal_of(id: str, fixed: dict[str, Any]) -> Goal:
+    asks_for_more = fixed.get("activation_checkpointing") == "selective" and fixed.get("offload_activations")
+    writable = emit is not None and not asks_for_more  # what cannot be written says so itself
+
+    def goal_of(id: str) -> Goal:
         return Goal(
             max_length=None if longest else length,
             gpu=id,
@@ -108,18 +111,13 @@ def command(
             fixed=fixed,
             objective="smallest" if objective == "smallest" else "fastest",
             min_gpus=min_gpus,
+            writable=writable,
             headroom_bytes=None if headroom is None else parse_bytes(headroom),
             disk_bytes=None if disk is None else parse_bytes(disk),
             price_per_hour=prices.get(id),
         )
 
-    def best(fixed: dict[str, Any]) -> Recommendation:
-        return compare_gpus([recommend(spec, goal_of(found.id, fixed), found, units=size_units) for found in gpus])
-
-    answer = best(fixed)
-    open_to_us = emit is not None and "activation_checkpointing" not in fixed
-    if open_to_us and answer.plans and answer.plans[0].plan.keeps_attention_on_host:
-        answer = best(fixed | {"activation_checkpointing": "full"})  # trl by itself cannot
+    answer = compare_gpus([recommend(spec, goal_of(found.id), found, units=size_units) for found in gpus])
     answer = _with_budget(answer, parse_token_budget(token_budget))
     if json:
         print_json(answer)
