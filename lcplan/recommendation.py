@@ -79,7 +79,7 @@ class ParetoPoint(Record):
 
     levers: tuple[str, ...]
     plan: dict[str, Any]
-    """The searched fields."""
+    """The searched fields; ``mlp_tile_size`` is that of tiles that run, None where one has all tokens."""
     device_peak_bytes: int
     step_time_s: float | None
     relative_time: float
@@ -341,7 +341,8 @@ class _Search:
         return tuple(
             ParetoPoint(
                 levers=active_levers(self.spec, row.plan),
-                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)},
+                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)}
+                | {"mlp_tile_size": row.plan.running_tile},
                 device_peak_bytes=self.prices.device_peak(row.plan),
                 step_time_s=row.seconds_per_token * row.plan.tokens_per_step if timed else None,
                 relative_time=row.seconds_per_token / fastest,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -131,6 +132,29 @@ def test_memory_against_time(guide: Recommendation) -> None:
     assert times[0] == 1
     chosen = next(point for point in points if point.chosen)
     assert chosen.device_peak_bytes == guide.plans[0].report.device_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        ["Qwen/Qwen3-4B", "--longest", "--gpu", "h100-80gb", "--kernels", "none", "--mlp-tile-size", "1048576"],
+        ["Qwen/Qwen3-0.6B", "--max-length", "8192", "--gpu", "h200", "--mlp-tile-size", "16384"],
+    ],
+)
+def test_one_tile_with_all_tokens_is_no_tile(lcplan, goal: list[str]) -> None:
+    answer = lcplan("recommend", *goal)
+    assert answer.code == 0
+    assert "left out: mlp-tiles" in answer.out
+    assert "MLP in tiles" not in " ".join(answer.out.split())
+    points = json.loads(lcplan("recommend", *goal, "--json").out)["pareto"]
+    assert {point["plan"]["mlp_tile_size"] for point in points} == {None}
+
+
+def test_tiles_that_run_are_named(lcplan) -> None:
+    answer = lcplan(
+        "recommend", "Qwen/Qwen3-0.6B", "--max-length", "32768", "--gpu", "h200", "--mlp-tile-size", "16384"
+    )
+    assert "MLP in tiles" in " ".join(answer.out.split())
 
 
 def test_kernels_of_another_package_are_chosen_where_they_win() -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 from lcplan.errors import InputError
 from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.reports.layout import Column, Terminal, print_table, say, say_command
-from lcplan.train_plan import MAX_TOKENS
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -407,7 +406,7 @@ def plan_words(plan: dict[str, Any]) -> str:
         words.append("alltoall")
     if plan["cp_head_chunks"] > 1:
         words.append(f"heads in {plan['cp_head_chunks']} parts")
-    if plan["mlp_tile_size"] not in (None, MAX_TOKENS):
+    if plan["mlp_tile_size"] is not None:
         words.append("MLP in tiles")
     if plan["kernels"] == "liger":
         words.append("Liger's kernels")
