@@ -19,6 +19,7 @@ from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
+from lcplan.reproduction import command_line, plan_flags
 from lcplan.rope import longest_reach, resolve_rope
 from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice, order_words
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
@@ -71,6 +72,8 @@ class RankedPlan(Record):
     why: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     steps: tuple[Step, ...]
+    command: str
+    """The estimate of exactly this plan, as a POSIX shell reads it."""
     cost: Cost | None = None
 
 
@@ -365,6 +368,7 @@ class _Search:
             why=reasons(self.spec, candidate, report, self.prices, self.units),
             left_out=left_out(self.spec, candidate, plans, self.prices, self.units),
             steps=waterfall(self.spec, candidate.plan, self.prices),
+            command=command_line("estimate", [self.spec.id, *plan_flags(self.spec, candidate.plan, self.gpu)]),
             cost=self._cost(report),
         )
 

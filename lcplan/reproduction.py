@@ -10,6 +10,7 @@ from lcplan.errors import PlanError
 from lcplan.hardware import GpuSpec
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
+from lcplan.units import exact_bytes
 
 ALWAYS = ("max_length", "gpu", "num_gpus")
 """Flags that are written even where a preset says the same."""
@@ -38,8 +39,8 @@ def _flag(name: str, value: object) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
-    if name == "host_memory_bytes":
-        return ["--host-memory", f"{value}B"]
+    if name == "host_memory_bytes" and isinstance(value, int):
+        return ["--host-memory", exact_bytes(value)]
     return [f"--{flag}", str(value)]
 
 
