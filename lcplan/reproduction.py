@@ -32,10 +32,11 @@ def plan_flags(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, base: Mapping[str
         if same:
             kept = without
     named = [*ALWAYS, *(name for name in kept if name not in ALWAYS)]
-    return [word for name in named for word in _flag(name, kept[name])]
+    return [word for name in named for word in plan_flag(name, kept[name])]
 
 
-def _flag(name: str, value: object) -> list[str]:
+def plan_flag(name: str, value: object) -> list[str]:
+    """The words that set one plan field."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]

@@ -10,6 +10,7 @@ from rich.console import Console
 from lcplan.errors import InputError
 from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.reports.layout import Column, Terminal, print_table, say, say_command
+from lcplan.reproduction import ALWAYS, command_line, plan_flag
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -76,10 +77,9 @@ def suggestion(report: MemoryReport) -> str:
     """The command that finds a plan that fits; it counts by formulas, so a traced plan may be none it knows."""
     if report.method == "trace":
         return "a shorter --max-length, or a larger --gpu (lcplan list gpus)."
-    model, plan = report.model.id, report.plan
-    return (
-        f"lcplan recommend {model} --max-length {plan['max_length']} --gpu {plan['gpu']} --num-gpus {plan['num_gpus']}"
-    )
+    plan = report.plan
+    goal = [word for name in ALWAYS for word in plan_flag(name, plan[name])]
+    return command_line("recommend", [report.model.id, *goal])
 
 
 def print_answer(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
