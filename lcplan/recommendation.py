@@ -19,6 +19,7 @@ from lcplan.hardware import GpuSpec, load_gpu
 from lcplan.ledger import SCHEMA_VERSION, MemoryReport
 from lcplan.levers import active_levers
 from lcplan.model_spec import ModelSpec
+from lcplan.reproduction import command_line, plan_flags
 from lcplan.rope import longest_reach, resolve_rope
 from lcplan.search import Candidate, Lattice, Prices, gpu_counts, host_fits, lattice, order_words
 from lcplan.train_plan import MAX_TOKENS, TrainPlan, resolve
@@ -73,6 +74,8 @@ class RankedPlan(Record):
     why: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     steps: tuple[Step, ...]
+    command: str
+    """The estimate of exactly this plan, as a POSIX shell reads it."""
     cost: Cost | None = None
 
 
@@ -81,7 +84,7 @@ class ParetoPoint(Record):
 
     levers: tuple[str, ...]
     plan: dict[str, Any]
-    """The searched fields."""
+    """The searched fields; ``mlp_tile_size`` is that of tiles that run, None where one has all tokens."""
     device_peak_bytes: int
     step_time_s: float | None
     relative_time: float
@@ -354,7 +357,8 @@ class _Search:
         return tuple(
             ParetoPoint(
                 levers=active_levers(self.spec, row.plan),
-                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)},
+                plan={name: getattr(row.plan, name) for name in ("num_gpus", *SEARCHED)}
+                | {"mlp_tile_size": row.plan.running_tile},
                 device_peak_bytes=self.prices.device_peak(row.plan),
                 step_time_s=row.seconds_per_token * row.plan.tokens_per_step if timed else None,
                 relative_time=row.seconds_per_token / fastest,
@@ -377,6 +381,7 @@ class _Search:
             why=reasons(self.spec, candidate, report, self.prices, self.units),
             left_out=left_out(self.spec, candidate, plans, self.prices, self.units),
             steps=waterfall(self.spec, candidate.plan, self.prices),
+            command=command_line("estimate", [self.spec.id, *plan_flags(self.spec, candidate.plan, self.gpu)]),
             cost=self._cost(report),
         )
 

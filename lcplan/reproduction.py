@@ -10,6 +10,7 @@ from lcplan.errors import PlanError
 from lcplan.hardware import GpuSpec
 from lcplan.model_spec import ModelSpec
 from lcplan.train_plan import TrainPlan, resolve
+from lcplan.units import exact_bytes
 
 ALWAYS = ("max_length", "gpu", "num_gpus")
 """Flags that are written even where a preset says the same."""
@@ -31,15 +32,16 @@ def plan_flags(spec: ModelSpec, plan: TrainPlan, gpu: GpuSpec, base: Mapping[str
         if same:
             kept = without
     named = [*ALWAYS, *(name for name in kept if name not in ALWAYS)]
-    return [word for name in named for word in _flag(name, kept[name])]
+    return [word for name in named for word in plan_flag(name, kept[name])]
 
 
-def _flag(name: str, value: object) -> list[str]:
+def plan_flag(name: str, value: object) -> list[str]:
+    """The words that set one plan field."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
-    if name == "host_memory_bytes":
-        return ["--host-memory", f"{value}B"]
+    if name == "host_memory_bytes" and isinstance(value, int):
+        return ["--host-memory", exact_bytes(value)]
     return [f"--{flag}", str(value)]
 
 

@@ -80,6 +80,14 @@ def format_bytes(num_bytes: int, units: ByteUnits = "GiB") -> str:
     return f"{num_bytes / small:,.1f} {small_name}"
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """The shortest text of whole units that ``parse_bytes`` reads as just so many bytes: ``2TiB``."""
+    whole = [
+        f"{num_bytes // size}{name.replace('I', 'i')}" for name, size in _BYTE_UNITS.items() if not num_bytes % size
+    ]
+    return min(whole, key=len)
+
+
 def format_parameters(count: int) -> str:
     """Parameters in 10^9 (``8.19 B``) or 10^6 (``596.0 M``)."""
     return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.1f} M"

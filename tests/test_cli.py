@@ -146,7 +146,7 @@ def test_recommend(lcplan) -> None:
     assert result.code == 0
     text = " ".join(result.out.replace("\\\n", " ").split())
     command = text[text.index("lcplan estimate") :]
-    kept = "--activation-checkpointing selective --kernels liger --offload-activations"
+    kept = "--activation-checkpointing selective --offload-activations --kernels liger --host-memory 2TiB"
     assert command == f"lcplan estimate {' '.join(goal)} --cp-size 8 {kept}"
     assert lcplan(*command.split()[1:]).code == 0, "the printed command runs and fits"
     answer = json.loads(lcplan("recommend", *goal, "--json").out)

@@ -121,6 +121,14 @@ def test_a_command_breaks_before_flags_only() -> None:
     assert file.getvalue() == "lcplan estimate a/b --gpu h200\n"
 
 
+def test_a_command_does_not_break_within_quotes() -> None:
+    words = ["lcplan", "estimate", "my model --with/a name", "--lora-target-modules", "q_proj, --v_proj"]
+    for width in (20, 30, 60, 200):
+        out, file = printed(width)
+        say_command(out, shlex.join(words))
+        assert shlex.split(file.getvalue().replace("\\\n", "")) == words
+
+
 COLUMNS = (Column("what it is", text=True), Column("size", right=True), Column(""))
 ROWS = [("  one short thing", "1.00 GiB", ""), ("another", "12.00 GiB", "fits")]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
 from lcplan.presets import load_preset
 from lcplan.recommendation import AS_FAST, Goal, Recommendation, compare_gpus, recommend
-from lcplan.reports.terminal import estimate_command
 from lcplan.units import GIB
 from tests.conftest import tiny_spec
 
@@ -131,6 +132,29 @@ def test_memory_against_time(guide: Recommendation) -> None:
     assert times[0] == 1
     chosen = next(point for point in points if point.chosen)
     assert chosen.device_peak_bytes == guide.plans[0].report.device_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        ["Qwen/Qwen3-4B", "--longest", "--gpu", "h100-80gb", "--kernels", "none", "--mlp-tile-size", "1048576"],
+        ["Qwen/Qwen3-0.6B", "--max-length", "8192", "--gpu", "h200", "--mlp-tile-size", "16384"],
+    ],
+)
+def test_one_tile_with_all_tokens_is_no_tile(lcplan, goal: list[str]) -> None:
+    answer = lcplan("recommend", *goal)
+    assert answer.code == 0
+    assert "left out: mlp-tiles" in answer.out
+    assert "MLP in tiles" not in " ".join(answer.out.split())
+    points = json.loads(lcplan("recommend", *goal, "--json").out)["pareto"]
+    assert {point["plan"]["mlp_tile_size"] for point in points} == {None}
+
+
+def test_tiles_that_run_are_named(lcplan) -> None:
+    answer = lcplan(
+        "recommend", "Qwen/Qwen3-0.6B", "--max-length", "32768", "--gpu", "h200", "--mlp-tile-size", "16384"
+    )
+    assert "MLP in tiles" in " ".join(answer.out.split())
 
 
 def test_kernels_of_another_package_are_chosen_where_they_win() -> None:
@@ -368,21 +392,29 @@ def test_several_nodes() -> None:
     assert (plan.num_gpus, plan.gpus_per_node, plan.cp_size) == (16, 8, 16)
 
 
-def test_the_printed_command_gives_the_same_plan() -> None:
-    from lcplan.train_plan import resolve
-
-    spec = load_model("Qwen/Qwen3-4B")
-    for goal in ({"max_length": 2**16, "num_gpus": 4}, {"max_length": 2**18, "num_gpus": 8, "headroom_bytes": 0}):
-        ranked = ask(spec, H100, **goal).plans[0]
-        words = estimate_command(ranked).split()[3:]
-        values: dict[str, Any] = {}
-        while words:
-            name = words.pop(0).removeprefix("--").replace("-", "_")
-            value = words.pop(0) if words and not words[0].startswith("--") else True
-            values[name] = int(value) if isinstance(value, str) and value.isdigit() else value
-        plan, _ = resolve(spec, values, usual_gpus_per_node=8)
-        ignored = {"host_memory_bytes"}
-        assert plan.model_dump(exclude=ignored) == ranked.plan.model_dump(exclude=ignored)
+@pytest.mark.parametrize(
+    "goal",
+    [
+        "Qwen/Qwen3-4B --max-length 65536 --gpu h100-80gb --num-gpus 4",
+        "Qwen/Qwen3-4B --max-length 262144 --gpu h100-80gb --num-gpus 8 --headroom 0B",
+        "Qwen/Qwen3-8B --max-length 8192 --gpu a100-40gb --num-gpus 4 --freeze-embeddings --freeze-head",
+        "Qwen/Qwen3-8B --max-length 16384 --gpu h100-80gb --num-gpus 2 --backend deepspeed --offload-optimizer",
+        "meta-llama/Llama-3.1-8B --max-length 131072 --gpu h100-80gb --num-gpus 4 --backend deepspeed --sp-size 4 "
+        "--cp-size 1 --dp-shard-size 1",
+        "Qwen/Qwen3-8B --max-length 8192 --gpu h200 --num-gpus 2 --no-reshard-after-forward",
+        "Qwen/Qwen3-8B --max-length 8192 --gpu h200 --num-gpus 2 --cp-size 1 --per-device-eval-batch-size 2",
+        "Qwen/Qwen3-8B --max-length 8192 --gpu h200 --lora-r 8 --lora-dropout 0.1",
+        "Qwen/Qwen3-0.6B --max-length 8192 --gpu h200 --mlp-tile-size 16384 --scored-fraction 0.3 --host-memory 300GB",
+    ],
+)
+def test_the_printed_command_gives_the_same_report(lcplan, goal: str) -> None:
+    answer = json.loads(lcplan("recommend", *goal.split(), "--json").out)["plans"][0]
+    shown = lcplan("recommend", *goal.split()).out
+    command = shlex.split(shown[shown.index("\nlcplan estimate") :].replace("\\\n", " "))
+    assert command == shlex.split(answer["command"])
+    again = json.loads(lcplan(*command[1:], "--json").out)
+    for name in ("plan", "device_peak_bytes", "fits", "host", "step_time_s"):
+        assert again[name] == answer["report"][name], name
 
 
 def test_a_goal_without_a_legal_plan_says_why() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lcplan.errors import InputError
-from lcplan.units import ceil_div, format_bytes, format_parameters, parse_bytes, parse_count, pow2_ceil
+from lcplan.units import ceil_div, exact_bytes, format_bytes, format_parameters, parse_bytes, parse_count, pow2_ceil
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,23 @@ def test_parse_count(text: str, value: int) -> None:
 def test_a_broken_count_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="1048576"):
         parse_count(text)
+
+
+@given(st.integers(1, 2**50))
+def test_exact_bytes_are_read_back(num_bytes: int) -> None:
+    assert parse_bytes(exact_bytes(num_bytes)) == num_bytes
+
+
+def test_exact_bytes_are_short() -> None:
+    sizes = {
+        2**41: "2TiB",
+        1152 * 2**30: "1152GiB",
+        512 * 10**9: "512GB",
+        10**12: "1TB",
+        7: "7B",
+        2**30 + 1: "1073741825B",
+    }
+    assert {size: exact_bytes(size) for size in sizes} == sizes
 
 
 def test_the_label_matches_the_divisor() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, NoReturn
@@ -54,8 +55,13 @@ def say(out: Console, text: str = "", *, bold: bool = False, hanging: int = 0) -
 
 
 def say_command(out: Console, command: str, *, lead: str = "") -> None:
-    """A command that can be pasted as it is printed: broken before a flag, behind a backslash."""
-    line, *flags = re.split(r" (?=--)", command)
+    """A command that can be pasted as it is printed: broken before a flag, behind a backslash, never within quotes."""
+    parts: list[list[str]] = [[]]
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            parts.append([])
+        parts[-1].append(word)
+    line, *flags = map(shlex.join, parts)
     line = lead + line
     for flag in flags:
         if len(f"{line} {flag} \\") <= out.width:

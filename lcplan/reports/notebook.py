@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from lcplan.reports.terminal import answer, estimate_command, time_line
+from lcplan.reports.terminal import answer, time_line
 from lcplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def recommendation_html(recommendation: Recommendation) -> str:
     said = [] if recommendation.plans else ["Nothing fits. The nearest miss:"]
     said += [answer(ranked.report, "GiB").partition(" Try:")[0], f"Binding: {recommendation.binding}."]
     heads = ("lever", "change", "device peak", "step", "")
-    return _paragraphs(said) + _table(heads, rows) + f"<pre>{escape(estimate_command(ranked))}</pre>"
+    return _paragraphs(said) + _table(heads, rows) + f"<pre>{escape(ranked.command)}</pre>"
 
 
 def _paragraphs(texts: Iterable[str]) -> str:

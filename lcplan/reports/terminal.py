@@ -10,7 +10,7 @@ from rich.console import Console
 from lcplan.errors import InputError
 from lcplan.ledger import PHASE_HELP, Compared, MemoryItem, MemoryReport
 from lcplan.reports.layout import Column, Terminal, print_table, say, say_command
-from lcplan.train_plan import MAX_TOKENS
+from lcplan.reproduction import ALWAYS, command_line, plan_flag
 from lcplan.units import ByteUnits, format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -77,10 +77,9 @@ def suggestion(report: MemoryReport) -> str:
     """The command that finds a plan that fits; it counts by formulas, so a traced plan may be none it knows."""
     if report.method == "trace":
         return "a shorter --max-length, or a larger --gpu (lcplan list gpus)."
-    model, plan = report.model.id, report.plan
-    return (
-        f"lcplan recommend {model} --max-length {plan['max_length']} --gpu {plan['gpu']} --num-gpus {plan['num_gpus']}"
-    )
+    plan = report.plan
+    goal = [word for name in ALWAYS for word in plan_flag(name, plan[name])]
+    return command_line("recommend", [report.model.id, *goal])
 
 
 def print_answer(report: MemoryReport, *, units: ByteUnits, console: Console | None = None) -> None:
@@ -338,7 +337,7 @@ def print_recommendation(recommendation: Recommendation, *, units: ByteUnits, co
     say(out)
     for warning in report.warnings:
         say(out, f"warning [{warning.code}]: {warning.message} {warning.fix}", hanging=2)
-    say_command(out, estimate_command(ranked))
+    say_command(out, ranked.command)
 
 
 def _print_steps(ranked: RankedPlan, units: ByteUnits, out: Console) -> None:
@@ -407,7 +406,7 @@ def plan_words(plan: dict[str, Any]) -> str:
         words.append("alltoall")
     if plan["cp_head_chunks"] > 1:
         words.append(f"heads in {plan['cp_head_chunks']} parts")
-    if plan["mlp_tile_size"] not in (None, MAX_TOKENS):
+    if plan["mlp_tile_size"] is not None:
         words.append("MLP in tiles")
     if plan["kernels"] == "liger":
         words.append("Liger's kernels")
@@ -444,34 +443,3 @@ def budget_line(report: MemoryReport) -> str | None:
     if budget.seconds is None or budget.gpu_hours is None:
         return text
     return f"{text}, {budget.seconds / 3600:,.1f} hours, {budget.gpu_hours:,.0f} GPU hours"
-
-
-FLAGS = (
-    "cp_size", "dp_shard_size", "dp_replicate_size", "activation_checkpointing", "checkpoint_every_n_layers", "loss",
-    "optim", "cp_comm_strategy", "cp_head_chunks", "cp_merge_dtype", "rope", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "gpus_per_node", "lora_r", "lora_target_modules", "dtype", "quantize",
-    "mlp_tile_size", "kernels", "attn_implementation",
-)  # fmt: skip
-SWITCHES = ("offload_activations", "offload_prefetch", "activation_offloading", "offload_params", "packing")
-STACK_DEFAULTS = {
-    "activation_checkpointing": "full", "loss": "chunked", "optim": "adamw_torch_fused", "dtype": "bfloat16",
-    "attn_implementation": "sdpa",
-}  # fmt: skip
-"""What ``resolve`` fills in where nothing is given, and the plan's own default does not say."""
-
-
-def estimate_command(ranked: RankedPlan) -> str:
-    """The estimate command of a plan, to be run as printed."""
-    plan = ranked.plan
-    parts = [
-        f"lcplan estimate {ranked.report.model.id}",
-        f"--max-length {plan.max_length} --gpu {plan.gpu} --num-gpus {plan.num_gpus}",
-    ]
-    for name in FLAGS:
-        value = plan.running_tile if name == "mlp_tile_size" else getattr(plan, name)  # one tile is none
-        default = STACK_DEFAULTS.get(name, type(plan).model_fields[name].default)
-        filled = name == "dp_shard_size" or (name == "gpus_per_node" and plan.num_gpus == value)
-        if value != default and not filled:
-            parts.append(f"--{name.replace('_', '-')} {value}")
-    parts += [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(plan, name)]
-    return " ".join(parts)
