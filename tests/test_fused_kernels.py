@@ -146,6 +146,7 @@ def test_fused_kernels_take_less_time() -> None:
     fused, tiled = elementwise(kernels="liger"), elementwise(kernels="liger", mlp_tile_size=16_384)
     assert fused < tiled < elementwise(mlp_tile_size=16_384)
     assert fused < 0.3 * elementwise()
+    assert elementwise(kernels="liger", mlp_tile_size=1 << 17) == fused, "one tile has all tokens"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_a_job_that_could_not_run_them_is_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.train
-@pytest.mark.parametrize(("tile", "swiglu"), [(None, True), (64, False)])
+@pytest.mark.parametrize(("tile", "swiglu"), [(None, True), (63, False), (64, True)])
 def test_the_job_asks_for_layer_kernels_and_no_loss(
     monkeypatch: pytest.MonkeyPatch, tile: int | None, swiglu: bool
 ) -> None:
@@ -201,15 +202,14 @@ def test_the_job_asks_for_layer_kernels_and_no_loss(
     asked: list[Any] = []
     monkeypatch.setattr(switch, "apply_liger_kernel", lambda *arguments: asked.append(arguments))
     known = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    model.fuse_kernels(known, {"kernels": "none", "mlp_tile_size": tile})
+    sizes = {"max_length": 64, "per_device_train_batch_size": 2, "cp_size": 2, "sp_size": 1, "mlp_tile_size": tile}
+    model.fuse_kernels(known, {"kernels": "none", **sizes})
     assert asked == []
-    model.fuse_kernels(known, {"kernels": "liger", "mlp_tile_size": tile})
+    model.fuse_kernels(known, {"kernels": "liger", **sizes})
     no_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert asked == [(known, {"rope": True, "rms_norm": True, "swiglu": swiglu, "geglu": swiglu, **no_loss})]
     with pytest.raises(model.JobError, match="Liger has none for other"):
-        model.fuse_kernels(
-            SimpleNamespace(config=SimpleNamespace(model_type="other")), {"kernels": "liger", "mlp_tile_size": tile}
-        )
+        model.fuse_kernels(SimpleNamespace(config=SimpleNamespace(model_type="other")), {"kernels": "liger", **sizes})
 
 
 @pytest.mark.train

@@ -383,7 +383,7 @@ class StepTimer:
         if plan.kernels == "liger" and spec.model_type in FUSED_TRAFFIC:
             fused = FUSED_TRAFFIC[spec.model_type]
             # in tiles the SwiGLU stays transformers' own
-            tiled = [ahead.mlp, back.mlp] if plan.mlp_tile_size is not None else [each.mlp for each in fused]
+            tiled = [ahead.mlp, back.mlp] if plan.running_tile is not None else [each.mlp for each in fused]
             ahead, back = (each._replace(mlp=mlp) for each, mlp in zip(fused, tiled, strict=True))
         forward: float = elementwise_bytes(traffic=ahead, **sizes)
         backward = elementwise_bytes(traffic=back, **sizes)

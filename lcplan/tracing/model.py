@@ -86,12 +86,12 @@ def _architecture(spec: ModelSpec, plan: TrainPlan, num_layers: int) -> Any:
 
 def _tile(spec: ModelSpec, model: Any, plan: TrainPlan) -> None:
     """The generated job's own tiling."""
-    if plan.mlp_tile_size is None:
+    if plan.running_tile is None:
         return
     from lcplan.backends.templates.tiling import tile_mlps
 
     try:
-        tile_mlps(model, plan.mlp_tile_size)
+        tile_mlps(model, plan.running_tile)
     except ValueError as error:
         raise PlanError("not-traced", f"--mlp-tile-size {plan.mlp_tile_size} with {spec.id}: {error}.") from error
 

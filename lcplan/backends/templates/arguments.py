@@ -153,3 +153,9 @@ def length_multiple(plan: dict[str, Any]) -> int:
 def ranks_per_sequence(plan: dict[str, Any]) -> int:
     """Ranks that share a sequence."""
     return plan["cp_size"] * plan["sp_size"]
+
+
+def running_tile(plan: dict[str, Any]) -> int | None:
+    """Tokens of one MLP tile; None where one tile has all that a rank trains on."""
+    tile, tokens = plan["mlp_tile_size"], plan["per_device_train_batch_size"] * row_length(plan)
+    return None if tile is None or tile >= tokens // ranks_per_sequence(plan) else tile

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from arguments import running_tile
 from checks import JobError
 from tiling import tile_mlps
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
@@ -40,11 +41,12 @@ def build_model(job: dict[str, Any], config: Any, device: torch.device, *, empty
     plan = job["plan"]
     model = _build(job, config, device, empty=empty)
     fuse_kernels(model, plan)
-    if plan["mlp_tile_size"] is not None:
+    tile = running_tile(plan)
+    if tile is not None:
         try:
-            tile_mlps(model, plan["mlp_tile_size"])
+            tile_mlps(model, tile)
         except ValueError as error:
-            raise JobError(f"--mlp-tile-size {plan['mlp_tile_size']}: {error}.") from error
+            raise JobError(f"--mlp-tile-size {tile}: {error}.") from error
     frozen = {"freeze_embeddings": model.get_input_embeddings(), "freeze_head": model.get_output_embeddings()}
     for name, module in frozen.items():
         if plan[name]:
@@ -65,7 +67,7 @@ def fuse_kernels(model: PreTrainedModel, plan: dict[str, Any]) -> None:
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # it would be left as it is, without a word
         raise JobError(f"--kernels liger: Liger has none for {model.config.model_type}. Leave it out.")
-    whole = plan["mlp_tile_size"] is None
+    whole = running_tile(plan) is None
     kernels = {"rope": True, "rms_norm": True, "swiglu": whole, "geglu": whole}
     apply_liger_kernel(model, {**kernels, "cross_entropy": False, "fused_linear_cross_entropy": False})
 
