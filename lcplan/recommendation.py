@@ -281,12 +281,12 @@ class _Search:
             best = self._longer(candidate, best, min(reach, MAX_TOKENS // batch))
         if best == 0:
             used = max(candidate.plan.num_gpus for candidate in base.candidates)
-            more = "more GPUs, " if used == counts[-1] else ""
-            why = "" if more else f" More GPUs: {_most_telling(base.refusals).message}"
+            advice = "more GPUs, a larger one, or a smaller model."
+            if used < counts[-1]:
+                advice = f"a larger GPU, or a smaller model. More of them: {_most_telling(base.refusals).message}"
             raise PlanError(
                 "nothing-fits",
-                f"No combination of levers fits {self.spec.id} on {used} x {self.gpu.id} at any length. Use {more}"
-                f"a larger one, or a smaller model.{why}",
+                f"No combination of levers fits {self.spec.id} on {used} x {self.gpu.id} at any length. Use {advice}",
             )
         return best
 
@@ -373,15 +373,16 @@ class _Search:
         if "host_memory_bytes" not in self.goal.fixed and "host_memory_bytes" in self.fixed:
             there = format_bytes(self.fixed["host_memory_bytes"], self.units)
             assumptions += (f"host_memory = {there} a node: the usual node of this GPU",)
-        report = estimate(self.spec, candidate.plan, self.gpu, assumptions=assumptions)
+        plan = candidate.plan.model_copy(update={"mlp_tile_size": candidate.plan.running_tile})
+        report = estimate(self.spec, plan, self.gpu, assumptions=assumptions)
         return RankedPlan(
-            plan=candidate.plan,
+            plan=plan,
             report=report,
-            levers=active_levers(self.spec, candidate.plan),
+            levers=active_levers(self.spec, plan),
             why=reasons(self.spec, candidate, report, self.prices, self.units),
             left_out=left_out(self.spec, candidate, plans, self.prices, self.units),
-            steps=waterfall(self.spec, candidate.plan, self.prices),
-            command=command_line("estimate", [self.spec.id, *plan_flags(self.spec, candidate.plan, self.gpu)]),
+            steps=waterfall(self.spec, plan, self.prices),
+            command=command_line("estimate", [self.spec.id, *plan_flags(self.spec, plan, self.gpu)]),
             cost=self._cost(report),
         )
 

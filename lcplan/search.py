@@ -156,8 +156,8 @@ def _conflict(spec: ModelSpec, num_gpus: int, fixed: Setting) -> PlanError:
     """What the table has against the fewest levers that the user's values leave."""
     choices = [[lever for lever, _ in _alike(kept)] for kept in dimensions(spec, num_gpus, fixed)]
     pulled = min(({lever.id for lever in picked if lever} for picked in product(*choices)), key=len)
-    why = conflict(frozenset(pulled))
-    return PlanError("nothing-legal", f"No combination of levers is legal for this goal{f': {why}' if why else ''}.")
+    why = conflict(frozenset(pulled)) or "the values that are given exclude each other"
+    return PlanError("nothing-legal", f"No combination of levers is legal for this goal: {why}.")
 
 
 def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:

@@ -302,7 +302,7 @@ def test_host_memory_that_ends_the_longest_length_is_what_binds() -> None:
 
 def test_more_gpus_are_not_the_advice_where_the_formulas_do_not_cover_them() -> None:
     h200 = load_gpu("h200")
-    with pytest.raises(PlanError, match=r"on 1 x h200 at any length\. Use a larger one, .* More GPUs: qwen3_moe"):
+    with pytest.raises(PlanError, match=r"on 1 x h200 at any length\. Use a larger GPU, .* More of them: qwen3_moe"):
         ask(load_model("Qwen/Qwen3-30B-A3B"), h200, num_gpus=8)
     with pytest.raises(PlanError, match=r"on 1 x h100-80gb at any length\. Use more GPUs, a larger one"):
         ask(load_model("Qwen/Qwen3-32B"), H100, num_gpus=1)
