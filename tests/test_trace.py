@@ -345,6 +345,18 @@ def test_a_measured_row_of_every_combination_of_levers() -> None:
     assert abs(report.mean_signed_error) < 5e-5
 
 
+@pytest.mark.parametrize("frozen", [{"freeze_embeddings": True}, {"freeze_embeddings": True, "freeze_head": True}])
+def test_frozen_tables_on_the_host(frozen: dict[str, Any]) -> None:
+    """They get no gradient that could be followed to the host, and are gathered from there all the same."""
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("qwen3", num_hidden_layers=2)
+    plan = plan_of(spec, max_length=16_384, num_gpus=4, dp_shard_size=4, offload_params=True, **frozen)
+    on_host = trace(spec, plan, torch_version="2.11.0")
+    assert max(formula.instants(spec, plan).totals().values()) == pytest.approx(on_host.peak, rel=1e-4)
+    assert not any(kind.category == "parameter" for alive in on_host.parts.values() for kind in +alive)
+
+
 def test_the_command_line() -> None:
     command = [sys.executable, "-m", "lcplan", "estimate", "Qwen/Qwen3-0.6B", "--max-length", "4096", "--gpu", "a10g"]
     traced_command = [*command, "--method", "trace", "--layers", "4", "--rank", "0", "--json"]
