@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,7 @@ def test_what_was_replaced_is_put_back() -> None:
         return (
             masks.is_tracing, masks.fast_all, head._use_triton, head._addmm_fp32, hasattr(head, "triton"),
             fsdp_param.alloc_storage, fsdp_param.free_storage, fsdp_param._to_dtype_if_needed, dict(ring.custom_ops),
+            fsdp_param.FSDPParam.reset_sharded_param,
             FSDPState._force_complete_incomplete_states, offloading._get_unique_tensor_key,
             torch.accelerator.current_accelerator, torch.get_device_module, vars(torch.Tensor).get("record_stream"),
             torch.nn.functional.scaled_dot_product_attention, torch.distributed.is_initialized(),
@@ -355,6 +357,30 @@ def test_frozen_tables_on_the_host(frozen: dict[str, Any]) -> None:
     on_host = trace(spec, plan, torch_version="2.11.0")
     assert max(formula.instants(spec, plan).totals().values()) == pytest.approx(on_host.peak, rel=1e-4)
     assert not any(kind.category == "parameter" for alive in on_host.parts.values() for kind in +alive)
+
+
+@pytest.mark.parametrize("offload_params", [False, True])
+def test_a_rank_with_smaller_shards_pads_them_once(offload_params: bool) -> None:
+    """The last of three has 170 rows of 512 and one of padding, and holds what the first does but in the optimizer.
+
+    The optimizer's states, and its step, are as small as the shards without padding.
+    """
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("qwen3", num_hidden_layers=2)
+    plan = plan_of(spec, max_length=3 * 1024, num_gpus=3, dp_shard_size=3, offload_params=offload_params)
+
+    def held(rank: int) -> dict[str, Counter[str]]:
+        parts = trace(spec, plan, rank=rank).parts
+        parts.pop("optimizer_step", None)
+        found = {part: Counter[str]() for part in parts}
+        for part, alive in parts.items():
+            for kind, num_bytes in alive.items():
+                found[part][kind.category] += num_bytes
+            del found[part]["optimizer_state"]
+        return found
+
+    assert held(2) == held(0)
 
 
 def test_the_command_line() -> None:
