@@ -261,7 +261,7 @@ def shards_on_host() -> Iterator[None]:
 def shards_padded_once() -> Iterator[None]:
     """Leave shards as ``fully_shard`` padded them.
 
-    The first forward pads again what was replaced since. It tells that by addresses, which fake storages do not have, so
+    The first forward pads again what was replaced since. It tells that by addresses, which fake storages do not have:
     a rank with a smaller shard than the others would get a second one in the middle of the step.
     """
     with _replaced(((FSDP_PARAM, "FSDPParam.reset_sharded_param", lambda _param: None),)):
