@@ -383,6 +383,32 @@ def test_a_rank_with_smaller_shards_pads_them_once(offload_params: bool) -> None
     assert held(2) == held(0)
 
 
+ONE_KEY_HEAD: dict[str, Any] = {
+    "num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 704,
+    "moe_intermediate_size": 128, "vocab_size": 1024, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"offload_activations": True}),
+        ("qwen3", {"dtype": "float32"}),
+        ("qwen3", {"lora_r": 8}),
+        ("qwen3", {"num_gpus": 4, "dp_shard_size": 4}),
+        ("qwen3_moe", {}),
+        ("hunyuan_v1_dense", {}),
+    ],
+)
+def test_the_norm_of_many_queries_beside_one_key_head(family: str, given: dict[str, Any]) -> None:
+    """Its backward is above that of attention, whose gradients of keys and values are small."""
+    spec = family_spec(family, **ONE_KEY_HEAD)
+    by_formula = formula.instants(spec, plan_of(spec, max_length=8192, **given)).totals()
+    assert max(by_formula, key=by_formula.__getitem__).endswith(".query_norm")
+    assert max(by_formula.values()) == pytest.approx(traced(spec, max_length=8192, **given), rel=3e-4)
+
+
 def test_the_command_line() -> None:
     command = [sys.executable, "-m", "lcplan", "estimate", "Qwen/Qwen3-0.6B", "--max-length", "4096", "--gpu", "a10g"]
     traced_command = [*command, "--method", "trace", "--layers", "4", "--rank", "0", "--json"]
