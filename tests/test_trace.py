@@ -409,6 +409,21 @@ def test_the_norm_of_many_queries_beside_one_key_head(family: str, given: dict[s
     assert max(by_formula.values()) == pytest.approx(traced(spec, max_length=8192, **given), rel=3e-4)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("given", [{"padding": True}, {"attn_implementation": "eager"}])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_values_that_are_a_part_of_a_fused_projection(rows: int, given: dict[str, Any], kv_heads: int) -> None:
+    """The forward refers to the whole projection while it attends, whether values are repeated or not."""
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("phi3", num_hidden_layers=2, num_key_value_heads=kv_heads)
+    plan = plan_of(spec, max_length=16_384, per_device_train_batch_size=rows, **given)
+    layers = trace(spec, plan).totals()["forward[1]"]
+    instants = {name: sum(alive.values()) for name, alive in formula.Step(spec, plan, 0).forward_instants().items()}
+    assert instants["attention"] == max(size for name, size in instants.items() if name != "loss")
+    assert instants["attention"] == pytest.approx(layers, rel=1e-4)
+
+
 def test_the_command_line() -> None:
     command = [sys.executable, "-m", "lcplan", "estimate", "Qwen/Qwen3-0.6B", "--max-length", "4096", "--gpu", "a10g"]
     traced_command = [*command, "--method", "trace", "--layers", "4", "--rank", "0", "--json"]
