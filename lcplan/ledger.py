@@ -28,6 +28,7 @@ PHASE_HELP = {
     "final_norm": "backward of the final norm, when the head's gradient is there",
     "backward[i].mlp": "backward of the MLP of layer i, after that layer was recomputed",
     "backward[i].attention": "backward of the attention of layer i",
+    "backward[i].query_norm": "backward of the norm of the queries of layer i, when that of its attention is over",
     "backward[i].closing_norm": "backward of the norm behind the MLP of layer i, with all that the layer saved",
     "backward[i].down_proj": "end of the recomputation of layer i, in down_proj's adapter",
     "backward[i].down_proj_backward": "backward of down_proj of layer i, whose 4-bit weight is unpacked",

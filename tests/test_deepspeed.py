@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lcplan.errors import PlanError
 from lcplan.estimation import estimate
+from lcplan.estimators import attention, formula
 from lcplan.estimators import deepspeed_order as order
-from lcplan.estimators import formula
 from lcplan.estimators.deepspeed_order import Arrival, Parameter
 from lcplan.estimators.deepspeed_step import ZeroStep, gradient_hook
 from lcplan.estimators.host_need import host_need
@@ -21,6 +21,7 @@ from lcplan.model_loading import load_model
 from lcplan.model_spec import ModelSpec
 from lcplan.reports.terminal import GROUPS
 from tests.conftest import Outcome, plan_of, tiny_spec
+from tests.families import family_spec
 from tests.test_formula import HEAD, LAYER, P, lengths, many, shapes
 
 T = 4096
@@ -434,3 +435,17 @@ def test_the_candidates_hold_the_most(shape: Any, stage: Any, world: int, length
     plan = _plan(spec, max_length=length, num_gpus=world, gpus_per_node=1, **stage)
     worst = max(max(formula.instants(spec, plan, rank=rank).totals().values()) for rank in range(world))
     assert peak(spec, max_length=length, num_gpus=world, **stage) == worst
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_norm_of_many_queries_beside_one_key_head(stage: int) -> None:
+    """It comes after k_proj's gradient: what of activations is there is what one GPU has."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128}
+    spec = family_spec("qwen3", num_hidden_layers=2, intermediate_size=704, vocab_size=1024, **heads)
+    plan = plan_of(spec, max_length=16_384, num_gpus=2, backend="deepspeed", zero_stage=stage)
+    alive = formula.instants(spec, plan).phases
+    on_one = formula.instants(spec, plan_of(spec, max_length=16_384)).phases["backward[0].query_norm"]
+    own = attention.query_norm_backward.key
+    assert alive["backward[0].query_norm"][own] == on_one[own] == 24 * 16 * 128 * plan.tokens_per_rank
+    sums = {phase: sum(items.values()) for phase, items in alive.items()}
+    assert sums["backward[0].query_norm"] > sums["backward[0].attention"]

@@ -56,6 +56,19 @@ def test_the_first_layers_mlp_under_fsdp2_by_hand() -> None:
     assert alive == states + batch + saved + (4 * 112 + 2 * 40) * t + copy_of_output + gathered + gradients
 
 
+def test_frozen_tables_stay_in_the_type_they_were_loaded_in_under_fsdp2() -> None:
+    """What is trained is float32 either way, and what is gathered bf16."""
+    frozen = {"freeze_embeddings": True, "freeze_head": True}
+    sizes: dict[str, Any] = {"max_length": 4096, "num_gpus": 4, "cp_size": 4, **frozen}
+    narrow, wide = (
+        formula.instants(tiny_spec(), plan_of(tiny_spec(), dtype=dtype, **sizes)).totals()
+        for dtype in ("bfloat16", "float32")
+    )
+    assert {phase: wide[phase] - narrow[phase] for phase in narrow} == dict.fromkeys(narrow, 2 * 2 * HEAD // 4)
+    on_host = formula.instants(tiny_spec(), plan_of(tiny_spec(), dtype="float32", offload_params=True, **sizes))
+    assert all("weights.parameters" not in alive for alive in on_host.phases.values())
+
+
 def test_qwen3_8b_at_a_million_tokens() -> None:
     """Row m014 measured 55,088,169,472 bytes; the published run 56.2 GB."""
     spec = load_model("Qwen/Qwen3-8B")

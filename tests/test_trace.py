@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,7 @@ def test_what_was_replaced_is_put_back() -> None:
         return (
             masks.is_tracing, masks.fast_all, head._use_triton, head._addmm_fp32, hasattr(head, "triton"),
             fsdp_param.alloc_storage, fsdp_param.free_storage, fsdp_param._to_dtype_if_needed, dict(ring.custom_ops),
+            fsdp_param.FSDPParam.reset_sharded_param,
             FSDPState._force_complete_incomplete_states, offloading._get_unique_tensor_key,
             torch.accelerator.current_accelerator, torch.get_device_module, vars(torch.Tensor).get("record_stream"),
             torch.nn.functional.scaled_dot_product_attention, torch.distributed.is_initialized(),
@@ -343,6 +345,83 @@ def test_a_measured_row_of_every_combination_of_levers() -> None:
     assert report.num_refused == 0
     assert report.passed, report.worst_error
     assert abs(report.mean_signed_error) < 5e-5
+
+
+@pytest.mark.parametrize("frozen", [{"freeze_embeddings": True}, {"freeze_embeddings": True, "freeze_head": True}])
+def test_frozen_tables_on_the_host(frozen: dict[str, Any]) -> None:
+    """They get no gradient that could be followed to the host, and are gathered from there all the same."""
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("qwen3", num_hidden_layers=2)
+    plan = plan_of(spec, max_length=16_384, num_gpus=4, dp_shard_size=4, offload_params=True, **frozen)
+    on_host = trace(spec, plan, torch_version="2.11.0")
+    assert max(formula.instants(spec, plan).totals().values()) == pytest.approx(on_host.peak, rel=1e-4)
+    assert not any(kind.category == "parameter" for alive in on_host.parts.values() for kind in +alive)
+
+
+@pytest.mark.parametrize("offload_params", [False, True])
+def test_a_rank_with_smaller_shards_pads_them_once(offload_params: bool) -> None:
+    """The last of three has 170 rows of 512 and one of padding, and holds what the first does but in the optimizer.
+
+    The optimizer's states, and its step, are as small as the shards without padding.
+    """
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("qwen3", num_hidden_layers=2)
+    plan = plan_of(spec, max_length=3 * 1024, num_gpus=3, dp_shard_size=3, offload_params=offload_params)
+
+    def held(rank: int) -> dict[str, Counter[str]]:
+        parts = trace(spec, plan, rank=rank).parts
+        parts.pop("optimizer_step", None)
+        found = {part: Counter[str]() for part in parts}
+        for part, alive in parts.items():
+            for kind, num_bytes in alive.items():
+                found[part][kind.category] += num_bytes
+            del found[part]["optimizer_state"]
+        return found
+
+    assert held(2) == held(0)
+
+
+ONE_KEY_HEAD: dict[str, Any] = {
+    "num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 704,
+    "moe_intermediate_size": 128, "vocab_size": 1024, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"offload_activations": True}),
+        ("qwen3", {"dtype": "float32"}),
+        ("qwen3", {"lora_r": 8}),
+        ("qwen3", {"num_gpus": 4, "dp_shard_size": 4}),
+        ("qwen3_moe", {}),
+        ("hunyuan_v1_dense", {}),
+    ],
+)
+def test_the_norm_of_many_queries_beside_one_key_head(family: str, given: dict[str, Any]) -> None:
+    """Its backward is above that of attention, whose gradients of keys and values are small."""
+    spec = family_spec(family, **ONE_KEY_HEAD)
+    by_formula = formula.instants(spec, plan_of(spec, max_length=8192, **given)).totals()
+    assert max(by_formula, key=by_formula.__getitem__).endswith(".query_norm")
+    assert max(by_formula.values()) == pytest.approx(traced(spec, max_length=8192, **given), rel=3e-4)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("given", [{"padding": True}, {"attn_implementation": "eager"}])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_values_that_are_a_part_of_a_fused_projection(rows: int, given: dict[str, Any], kv_heads: int) -> None:
+    """The forward refers to the whole projection while it attends, whether values are repeated or not."""
+    from lcplan.tracing.trace import trace
+
+    spec = family_spec("phi3", num_hidden_layers=2, num_key_value_heads=kv_heads)
+    plan = plan_of(spec, max_length=16_384, per_device_train_batch_size=rows, **given)
+    layers = trace(spec, plan).totals()["forward[1]"]
+    instants = {name: sum(alive.values()) for name, alive in formula.Step(spec, plan, 0).forward_instants().items()}
+    assert instants["attention"] == max(size for name, size in instants.items() if name != "loss")
+    assert instants["attention"] == pytest.approx(layers, rel=1e-4)
 
 
 def test_the_command_line() -> None:

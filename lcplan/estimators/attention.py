@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lcplan.estimators._item import item
 from lcplan.estimators.activations import INT64_BYTES
-from lcplan.estimators.weights import BF16_BYTES
+from lcplan.estimators.weights import BF16_BYTES, FP32_BYTES
 
 FLASH_ROWS = 128
 """Tokens to which FlashAttention-2 rounds a sequence: flash_api.cpp seqlen_q_rounded."""
@@ -46,6 +46,23 @@ def fused_qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> i
     Confidence: modelled
     """
     return (2 * (heads + kv_heads) * head_dim + 4 * (heads + kv_heads)) * tokens
+
+
+@item("attention.query_norm_backward", "temporary")
+def query_norm_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, norms_projected: bool) -> int:
+    """Backward of the queries' norm, when the kernel's is over: its saved float32 input and five float32 tensors more.
+
+    Where all projections come before it (Gemma 3, Hunyuan), the gradients of keys and values still wait for theirs.
+
+    Formula: ``24*h*d*T``; behind all projections: ``(24*h*d + 4*k*d)*T``
+    Live in: backward of a layer's query norm (few key/value heads, narrow MLP)
+    Rounding: exact
+    Ignores: some bytes a token
+    Source: autograd of pow, mean, rsqrt, mul; traces of Qwen3, OLMo 2, Exaone 4 and Hunyuan with one key/value head
+    Confidence: exact
+    """
+    keys = 4 * kv_heads * head_dim if norms_projected else 0
+    return (6 * FP32_BYTES * heads * head_dim + keys) * tokens
 
 
 @item("attention.saved", "activation")

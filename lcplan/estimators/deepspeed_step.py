@@ -235,8 +235,12 @@ class ZeroStep(Step):
 
     def backward(self, index: int, instant: LayerInstant) -> Alive:
         """One instant of the backward of layer ``index``."""
-        done = {"mlp": "down_proj", "attention": "o_proj"}[instant.name]
-        return merge(super().backward(index, instant), self.at(f"{instant.name}.{index}", after=f"{index}.{done}"))
+        moment, done = {
+            "mlp": (f"mlp.{index}", "down_proj"),
+            "attention": (f"attention.{index}", "o_proj"),
+            "query_norm": (f"{index}.q_norm", "k_proj"),
+        }[instant.name]
+        return merge(super().backward(index, instant), self.at(moment, after=f"{index}.{done}"))
 
     def embedding_backward(self) -> Alive:
         """Backward of the token embedding."""
@@ -288,4 +292,5 @@ def gradient_hook(shape: LayerShape, module: str, *, hooked: bool) -> Alive:
     incoming = attention.output_copy(
         tokens=shape.tokens, heads=shape.spec.num_attention_heads, head_dim=shape.spec.head_dim
     )
-    return layer_instants(shape)[-1].alive | {attention.backward.key: incoming}
+    kernel = next(instant for instant in layer_instants(shape) if instant.name == "attention")
+    return kernel.alive | {attention.backward.key: incoming}

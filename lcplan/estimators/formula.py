@@ -271,7 +271,8 @@ class Step:
 
     def _weights(self, ranks: int) -> Alive:
         spec, item = self.spec, weights.parameters
-        frozen_bytes = weights.FP32_BYTES if self.float32 else weights.BF16_BYTES
+        # FSDP2 upcasts what is trained, and nothing casts the rest down: it stays as it was loaded
+        frozen_bytes = weights.FP32_BYTES if self.plan.dtype == "float32" else weights.BF16_BYTES
         trained = 0 if self.frozen else self.trainable
         packed = _linear_parameters(spec) if self.quantised else 0
         kept = item(num_parameters=trained, dtype_bytes=self.state_bytes, ranks=ranks)

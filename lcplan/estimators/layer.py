@@ -53,13 +53,15 @@ class Traits:
     """Experts with biases, whose gate is clamped (gpt-oss)."""
     soft_caps_scores: bool = False
     """Scores pass through tanh before softmax (Gemma 2)."""
+    norms_projected: bool = False
+    """Queries and keys are normed when values are projected as well, so in the backward before all projections."""
     norms_rotated: bool = False
     """Queries and keys are normed when they are rotated already."""
     sinks: bool = False
     """Eager attention has one more column of scores, and its softmax stays in bf16 (gpt-oss)."""
 
 
-_GEMMA_3 = Traits(closing_norms=2, wide_norms=True, rotary_by_layer_type=True)
+_GEMMA_3 = Traits(closing_norms=2, wide_norms=True, rotary_by_layer_type=True, norms_projected=True)
 TRAITS: dict[str, Traits] = {
     "llama": Traits(),
     "mistral": Traits(),
@@ -76,7 +78,7 @@ TRAITS: dict[str, Traits] = {
     "smollm3": Traits(),
     "granite": Traits(scales_embedding=True, scales_residual=True),
     "ernie4_5": Traits(wide_rotary=True, interleaved_rotary=True),
-    "hunyuan_v1_dense": Traits(norms_rotated=True),
+    "hunyuan_v1_dense": Traits(norms_projected=True, norms_rotated=True),
     "ministral": Traits(),
     "gemma": Traits(wide_norms=True),
     "glm": Traits(fused_mlp=True, copies_output=True, interleaved_rotary=True),
@@ -87,7 +89,7 @@ TRAITS: dict[str, Traits] = {
         wide_rotary=True,
         rotary_by_layer_type=True,
     ),
-    "exaone4": Traits(feeding_norms=0, closing_norms=2),
+    "exaone4": Traits(feeding_norms=0, closing_norms=2, norms_projected=True),
     "gpt_oss": Traits(wide_norms=True, half_rotary=True, biased_experts=True, sinks=True),
 }
 """Families the formulas cover, by model_type."""
@@ -342,7 +344,9 @@ class LayerInstant:
 def instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
     """Those instants of a layer's backward that can be its largest."""
     unpacked = _unpacked_input(shape)
-    return tuple(LayerInstant(i.name, merge(i.alive, unpacked), i.made) for i in _instants(shape))
+    found = _instants(shape)
+    found += tuple(late for late in _query_norm(shape) if all(_may_exceed(late, other, shape) for other in found))
+    return tuple(LayerInstant(i.name, merge(i.alive, unpacked), i.made) for i in found)
 
 
 def _instants(shape: LayerShape) -> tuple[LayerInstant, ...]:
@@ -585,6 +589,41 @@ def _attention(shape: LayerShape) -> LayerInstant:
     norms = shape.parameters.norms - spec.hidden_size * min(shape.traits.feeding_norms, 1)
     output = spec.num_attention_heads * spec.head_dim * spec.hidden_size
     return LayerInstant("attention", alive, made=shape.parameters.mlp + norms + output)
+
+
+def _may_exceed(late: LayerInstant, other: LayerInstant, shape: LayerShape) -> bool:
+    """Whether an instant can be larger than an earlier one, with as much for gradients as they may take."""
+    size = weights.FP32_BYTES if shape.float32 else weights.BF16_BYTES
+    return sum(late.alive.values()) + size * (late.made - other.made) > sum(other.alive.values())
+
+
+def _query_norm(shape: LayerShape) -> tuple[LayerInstant, ...]:
+    """Backward of the queries' norm: above attention's where the gradients of keys and values are small.
+
+    Not above that of ring, Ulysses or eager attention.
+    """
+    spec, traits = shape.spec, shape.traits
+    exchanges = shape.cp_size > 1 or shape.sp_size > 1
+    if spec.qk_norm == "none" or shape.fused or exchanges or shape.attention == "eager":
+        return ()
+    item, queries = attention.query_norm_backward, spec.num_attention_heads * spec.head_dim
+    own = {item.key: item(tokens=shape.tokens, norms_projected=traits.norms_projected, **shape.heads)}
+    # what the layer's own norm gets of keys and values, or without one the gradient of the layer's input
+    apart = bool(traits.feeding_norms) and not traits.norms_projected
+    alive = merge(
+        own, own_tables(shape), _residual(shape, shape.tokens, 2 if apart else 1),
+        _norms(shape, feeding=min(traits.feeding_norms, 1), closing=0, linears=1),
+        _adapters(shape, [name for name in shape.lora_targets if name == "q_proj"]),
+    )  # fmt: skip
+    if shape.float32:
+        casts = weights.autocast_copies
+        alive = merge(alive, {casts.key: casts(layer_weight_parameters=queries * spec.hidden_size)})
+    if shape.frozen:
+        return (LayerInstant("query_norm", alive, made=0),)
+    left = queries + min(traits.feeding_norms, 1)
+    if traits.norms_projected:
+        left += 2 * spec.num_key_value_heads * spec.head_dim
+    return (LayerInstant("query_norm", alive, shape.parameters.total - left * spec.hidden_size),)
 
 
 def _autocast(shape: LayerShape, *, linears: int) -> Alive:

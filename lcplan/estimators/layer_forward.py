@@ -73,7 +73,9 @@ def _queries(shape: LayerShape) -> Alive:
 def _attention(shape: LayerShape, *, keeps: bool = False) -> Alive:
     """Attention that holds more than its kernel's arguments and results."""
     sizes: dict[str, Any] = {"tokens": shape.tokens, "hidden_size": _normed_input(shape), **shape.heads}
-    rows = {"row_tokens": shape.row_tokens, "repeated_heads": shape.repeated_heads}
+    # a single key/value head is flattened with its rows for no longer than a product takes, unless that saves it
+    single = shape.spec.num_key_value_heads == 1 and not keeps
+    rows = {"row_tokens": shape.row_tokens, "repeated_heads": 1 if single else shape.repeated_heads}
     eager, masked, ring = attention.eager_forward, attention.masked_forward, attention.ring_forward
     if shape.attention == "eager":
         alive = {
@@ -93,7 +95,7 @@ def _attention(shape: LayerShape, *, keeps: bool = False) -> Alive:
                 head_chunks=shape.cp_head_chunks, merge_bytes=shape.cp_merge_bytes, **sizes,
             )
         }  # fmt: skip
-    if shape.traits.fused_qkv and not shape.copies_values:
+    if shape.traits.fused_qkv:  # the values that were repeated are a part of it
         alive[attention.fused_qkv.key] = attention.fused_qkv(tokens=shape.tokens, **shape.heads)
     return alive
 

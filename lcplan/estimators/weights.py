@@ -22,6 +22,8 @@ NF4_NESTED_BLOCK = 256
 def parameters(*, num_parameters: int, dtype_bytes: int, ranks: int) -> int:
     """Weights resident on one rank; FSDP2 keeps trainable ones in float32 (b=4) even if they were loaded in bf16.
 
+    Frozen ones stay as they were loaded.
+
     Formula: ``b*P/W``
     Live in: every phase
     Rounding: up to whole bytes; each small tensor takes a 512-byte block, about 0.3 MB for a whole model

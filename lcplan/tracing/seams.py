@@ -113,6 +113,7 @@ NEEDED_BY_SHARDING = (
     (FSDP_PARAM, "alloc_storage"),
     (FSDP_PARAM, "free_storage"),
     (FSDP_PARAM, "_to_dtype_if_needed"),
+    (FSDP_PARAM, "FSDPParam.reset_sharded_param"),
     (FSDP_STATE, "FSDPState._force_complete_incomplete_states"),
     ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"),
     ("accelerate.big_modeling", "_attach_context_parallel_hooks"),
@@ -253,6 +254,17 @@ def shards_on_host() -> Iterator[None]:
     """Copy each shard before it is cast and gathered, as FSDP2 does from the host; here both are the same device."""
     cast = _find(FSDP_PARAM, "_to_dtype_if_needed")
     with _replaced(((FSDP_PARAM, "_to_dtype_if_needed", lambda tensor, dtype: cast(tensor.clone(), dtype)),)):
+        yield
+
+
+@contextlib.contextmanager
+def shards_padded_once() -> Iterator[None]:
+    """Leave shards as ``fully_shard`` padded them.
+
+    The first forward pads again what was replaced since. It tells that by addresses, which fake storages do not have:
+    a rank with a smaller shard than the others would get a second one in the middle of the step.
+    """
+    with _replaced(((FSDP_PARAM, "FSDPParam.reset_sharded_param", lambda _param: None),)):
         yield
 
 

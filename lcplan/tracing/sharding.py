@@ -11,7 +11,13 @@ from typing import Any
 
 import torch  # noqa: TID253  (imported by the trace method alone)
 
-from lcplan.tracing.seams import fake_ranks, few_ring_rounds, ring_attention_on_cpu, shards_on_host
+from lcplan.tracing.seams import (
+    fake_ranks,
+    few_ring_rounds,
+    ring_attention_on_cpu,
+    shards_on_host,
+    shards_padded_once,
+)
 from lcplan.train_plan import TrainPlan
 
 CPU = torch.device("cpu")
@@ -52,7 +58,7 @@ def ranks_of(plan: TrainPlan, rank: int) -> Iterator[Ranks | None]:
     from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    with fake_ranks(rank, plan.num_gpus), contextlib.ExitStack() as stack:
+    with fake_ranks(rank, plan.num_gpus), shards_padded_once(), contextlib.ExitStack() as stack:
         parallelism = ParallelismConfig(
             dp_replicate_size=plan.dp_replicate_size, dp_shard_size=plan.dp_shard_size, cp_size=plan.cp_size
         )

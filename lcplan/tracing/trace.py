@@ -138,7 +138,8 @@ def _run(tracker: StorageTracker, modules: RunningModule, model: Any, plan: Trai
     for name, parameter in model.named_parameters():
         if plan.offload_params:
             tracker.forget(_local(parameter))
-            parameter.register_post_accumulate_grad_hook(lambda p: tracker.forget(_local(p.grad)))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.forget(_local(p.grad)))
         else:
             tracker.add(_local(parameter), "parameter", module=without_index(name))
     for name, buffer in model.named_buffers():
