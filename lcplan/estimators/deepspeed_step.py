@@ -292,5 +292,5 @@ def gradient_hook(shape: LayerShape, module: str, *, hooked: bool) -> Alive:
     incoming = attention.output_copy(
         tokens=shape.tokens, heads=shape.spec.num_attention_heads, head_dim=shape.spec.head_dim
     )
-    kernel = next(instant for instant in layer_instants(shape) if instant.name == "attention")
-    return kernel.alive | {attention.backward.key: incoming}
+    by_name = {instant.name: instant for instant in layer_instants(shape)}
+    return by_name["attention"].alive | {attention.backward.key: incoming}
