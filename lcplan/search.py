@@ -115,8 +115,11 @@ def lattice(
 ) -> Lattice:
     """Every legal plan on one of these numbers of GPUs, in order of time a token.
 
-    With ``writable`` none that moves attention outputs to the host, which takes the job's own code.
+    With ``writable`` none that moves attention outputs to the host, which takes the job's own code, unless ``fixed``
+    asks for just that: then the files refuse it by name.
     """
+    asked = fixed.get("activation_checkpointing") == "selective" and fixed.get("offload_activations")
+    leaves_out = writable and not asked
     timer = step_time.StepTimer(spec, gpu, ordering_rates(gpu))
     found: list[Candidate] = []
     refusals: list[tuple[int, int, PlanError]] = []
@@ -131,7 +134,7 @@ def lattice(
                 continue
             for setting in settings:
                 plan = first if setting is settings[0] else first.model_copy(update=setting)
-                if not (writable and plan.keeps_attention_on_host):
+                if not (leaves_out and plan.keeps_attention_on_host):
                     found.append(Candidate(plan, timer.seconds(plan) / plan.tokens_per_step, levers))
     found.sort(key=lambda candidate: candidate.order)
     if not found and (own := _own_refusal(spec, gpu, counts[-1], max_length, fixed)):
@@ -156,8 +159,8 @@ def _conflict(spec: ModelSpec, num_gpus: int, fixed: Setting) -> PlanError:
     """What the table has against the fewest levers that the user's values leave."""
     choices = [[lever for lever, _ in _alike(kept)] for kept in dimensions(spec, num_gpus, fixed)]
     pulled = min(({lever.id for lever in picked if lever} for picked in product(*choices)), key=len)
-    why = conflict(frozenset(pulled)) or "the values that are given exclude each other"
-    return PlanError("nothing-legal", f"No combination of levers is legal for this goal: {why}.")
+    reason = conflict(frozenset(pulled))
+    return PlanError("nothing-legal", f"No combination of levers is legal for this goal: {reason}.")
 
 
 def _classes(spec: ModelSpec, num_gpus: int, fixed: Setting) -> Iterator[tuple[frozenset[str], list[Setting]]]:

@@ -100,9 +100,6 @@ def command(
     gpus = [load_gpu(id) for id in ids]
     prices = parse_prices(price or [], [found.id for found in gpus])
 
-    asks_for_more = fixed.get("activation_checkpointing") == "selective" and fixed.get("offload_activations")
-    writable = emit is not None and not asks_for_more  # what cannot be written says so itself
-
     def goal_of(id: str) -> Goal:
         return Goal(
             max_length=None if longest else length,
@@ -111,7 +108,7 @@ def command(
             fixed=fixed,
             objective="smallest" if objective == "smallest" else "fastest",
             min_gpus=min_gpus,
-            writable=writable,
+            writable=emit is not None,
             headroom_bytes=None if headroom is None else parse_bytes(headroom),
             disk_bytes=None if disk is None else parse_bytes(disk),
             price_per_hour=prices.get(id),

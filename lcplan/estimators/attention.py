@@ -52,7 +52,7 @@ def fused_qk_norm(*, tokens: int, heads: int, kv_heads: int, head_dim: int) -> i
 def query_norm_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int, norms_projected: bool) -> int:
     """Backward of the queries' norm, when the kernel's is over: its saved float32 input and five float32 tensors more.
 
-    Where all projections come before it (Gemma 3, Hunyuan), the gradients of keys and values still wait for theirs.
+    Where all projections come before it (Gemma 3, Exaone 4, Hunyuan), gradients of keys and values wait for theirs.
 
     Formula: ``24*h*d*T``; behind all projections: ``(24*h*d + 4*k*d)*T``
     Live in: backward of a layer's query norm (few key/value heads, narrow MLP)
@@ -61,8 +61,8 @@ def query_norm_backward(*, tokens: int, heads: int, kv_heads: int, head_dim: int
     Source: autograd of pow, mean, rsqrt, mul; traces of Qwen3, OLMo 2, Exaone 4 and Hunyuan with one key/value head
     Confidence: exact
     """
-    keys = 4 * kv_heads * head_dim if norms_projected else 0
-    return (6 * FP32_BYTES * heads * head_dim + keys) * tokens
+    waiting = 2 * BF16_BYTES * kv_heads * head_dim if norms_projected else 0
+    return (6 * FP32_BYTES * heads * head_dim + waiting) * tokens
 
 
 @item("attention.saved", "activation")
